@@ -113,8 +113,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     )
     # By default each rank of Horovod asks the others for work every millisecond. An idle rank takes half of a
-    # core then.
-    os.environ.setdefault("HOROVOD_CYCLE_TIME", "10")
+    # core then, and a quarter of one with 10 ms.
+    os.environ.setdefault("HOROVOD_CYCLE_TIME", "50")
     # OpenMP's threads spin while they wait for each other. Where other processes want the cores, training
     # takes up to three times the processor time. This holds for processes that start from here on.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import threading
 import time
@@ -323,6 +324,7 @@ def one_rank_only(
             ``broadcast`` no group of a list is made.
 
     Raises:
+        TypeError: the function is asynchronous or a generator, with ``with_barrier`` or ``broadcast``.
         RuntimeError: the function calls a function of ``one_rank_only`` for another rank, with
             ``with_barrier`` or ``broadcast``.
         RankFailedError: on every other rank if the function raises, with ``with_barrier`` or ``broadcast``.
@@ -349,6 +351,13 @@ def one_rank_only(
         raise ValueError(f"rank must be an int, got {rank!r}.")
 
     def decorate(function: _Function) -> _Function:
+        if (with_barrier or broadcast) and _runs_later(function):
+            raise TypeError(
+                f"{function.__name__} is asynchronous or a generator: its body runs after the call, when the "
+                "other ranks have gone on. Decorate a function that runs it to its end, for example with "
+                "asyncio.run."
+            )
+
         @wraps(function)
         def one_rank_only(*args: Any, **kwargs: Any) -> Any:  # reports of hangs show this name
             model = current_model()
@@ -377,6 +386,11 @@ def one_rank_only(
         return untraced(one_rank_only)  # type: ignore[return-value]
 
     return decorate
+
+
+def _runs_later(function: Callable[..., Any]) -> bool:
+    kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return any(is_kind(function) for is_kind in kinds)
 
 
 class _Running(threading.local):

@@ -50,7 +50,7 @@ class EpochSampler(_AutoEpoch):
     generator of this seed, and of ``DistributedSampler``.
 
     Args:
-        dataset: a data set of constant length.
+        dataset: a data set. Its length may change between two passes, in the same way on every rank.
         num_replicas: number of ranks; default: size of the default process group.
         rank: this rank; default: rank in the default process group.
         shuffle: False draws in the order of the data set.
@@ -73,7 +73,12 @@ class EpochSampler(_AutoEpoch):
         super().__init__(dataset, num_replicas, rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self.total_batch_size = batch_size
         if batch_size is not None:
-            self.num_samples = _num_in_parts(len(dataset), self)  # type: ignore[arg-type]
+            self.num_samples = len(self)
+
+    def __len__(self) -> int:
+        if self.total_batch_size is None:
+            return super().__len__()
+        return _num_in_parts(len(self.dataset), self)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[int]:
         size = self.total_batch_size

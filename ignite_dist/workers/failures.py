@@ -78,6 +78,13 @@ class Failure:
         return self.exit_code == 0 and bool(self.error_type)
 
     @property
+    def as_python_prints_it(self) -> str:
+        """What Python prints at the end of a process: the traceback, or the text of ``sys.exit("text")``."""
+        if self.error_type != SystemExit.__name__:
+            return self.traceback
+        return "" if self.is_end_by_signal else f"{self.summary.removeprefix('SystemExit: ')}\n"
+
+    @property
     def is_end_by_signal(self) -> bool:
         """True if the worker ended as one does after Ctrl-C or SIGTERM. Other errors are of its clean-up."""
         if self.error_type == KeyboardInterrupt.__name__:

@@ -67,10 +67,17 @@ class ReportPipe:
     sender: connection.Connection
 
     def run(self, sent_call: SentCall, rank: int) -> Failure | None:
-        """Make the call as the global ``rank``, and report its outcome. Returns the failure, if any."""
+        """Make the call as the global ``rank``, and report its outcome. Returns the failure, if any.
+
+        A fork that the function has made may return here too. It is no rank, so it reports nothing.
+        """
         self.report(rank)
+        pid = os.getpid()
         outcome = outcome_of(sent_call, self.local_rank)
-        self.report(outcome)
+        if os.getpid() == pid:
+            self.report(outcome)
+        elif isinstance(outcome, Failure):
+            sys.stderr.write(outcome.as_python_prints_it)
         return outcome if isinstance(outcome, Failure) and not outcome.is_exit_0 else None
 
     def report(self, message: int | Payload | Failure) -> None:

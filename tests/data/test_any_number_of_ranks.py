@@ -262,6 +262,27 @@ def test_a_run_that_was_stopped_anywhere_goes_on_with_the_next_batch(kind: str, 
             assert found == alone[stop:], f"{before} ranks, {stop} batches, then {after} ranks"
 
 
+def of_growing_data(_: int) -> list[tuple[int, list[list[int]]]]:
+    data = list(range(8))
+    loader: Any = idist.auto_dataloader(data, batch_size=4, shuffle=True, seed=0)
+    found = []
+    for number_of_batches in (2, 2, 4):
+        found.append((len(loader), [batch.tolist() for batch in islice(loader, number_of_batches)]))
+        data += range(len(data), len(data) + 4)
+    return found
+
+
+def test_a_data_set_may_grow_between_two_passes() -> None:
+    """As a replay buffer does. The second pass is left before its end."""
+    with pytest.warns(UserWarning, match="was left after 2 batches"):
+        alone = of_growing_data(0)
+    assert [length for length, _ in alone] == [2, 3, 4]
+    for (length, wanted), *by_rank in zip(alone, *on_ranks(of_growing_data), strict=True):
+        assert [one[0] for one in by_rank] == [length] * len(by_rank)
+        drawn_together = [sorted(chain(*parts)) for parts in zip(*(one[1] for one in by_rank), strict=True)]
+        assert drawn_together == [sorted(batch) for batch in wanted]
+
+
 # --- the order -----------------------------------------------------------------------------------------
 
 

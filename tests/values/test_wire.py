@@ -385,7 +385,8 @@ def test_workers_started_after_it_are_safe_from_the_start() -> None:
     assert not safe_objects.is_safe()
 
 
-def test_the_bytes_of_one_element_whatever_its_strides() -> None:
+def test_the_bytes_of_at_most_one_element_whatever_its_strides() -> None:
     one = torch.ones(1, dtype=torch.uint8).as_strided((1, 1), (1, 0))
     assert serialization.as_bytes(one).tolist() == [1]
     assert serialization.as_bytes(torch.zeros(3).as_strided((1, 1), (1, 0))).tolist() == [0] * 4
+    assert serialization.as_bytes(torch.tensor(1.0).expand(0)).tolist() == []

@@ -84,6 +84,23 @@ def test_failed_launches_leave_nothing_for_the_garbage_collector_of_a_forked_pro
     assert status == 0
 
 
+def _forks(local_rank: int, end: str) -> tuple[int, int]:
+    if (pid := os.fork()) == 0:
+        if end == "error":
+            raise LookupError("in the child")
+        sys.exit({"text": "the child's text"}.get(end, 3))
+    return local_rank, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize(("end", "status"), [("error", 1), ("text", 1), ("status", 3)])
+def test_a_forked_child_that_fails_is_no_failure_of_its_rank(
+    end: str, status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert idist.spawn("gloo", _forks, (end,), nproc_per_node=2) == [(0, status), (1, status)]
+    shown = {"error": "\nLookupError: in the child\n", "text": "the child's text\n", "status": ""}[end]
+    assert capfd.readouterr().err.count(shown) == 2 or not shown
+
+
 def _unpicklable_result(local_rank: int) -> Any:
     return threading.Lock() if local_rank == 1 else local_rank
 

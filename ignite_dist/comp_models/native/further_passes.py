@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +21,10 @@ from ignite_dist.comp_models.native.reducer_group import miss_pass
 from ignite_dist.internals import _torch
 from ignite_dist.internals.call_sites import reported_as
 from ignite_dist.values.gradients import AfterBackward
+from ignite_dist.values.pytree import flatten
 
+# What a forward pass may return, also in dicts and lists, so that backward passes through it are recognized.
+_KNOWN_OUTPUTS = (Tensor, str, int, float, type(None))
 _PASSES = "_ignite_dist_passes"  # attribute of a DDP and of the module inside: its _Passes
 
 Average = Callable[[list[Parameter]], None]
@@ -38,13 +42,15 @@ class _Passes:
     Attributes:
         is_reducing: True from a forward pass to the end of DDP's reduction, perhaps in the second of two
             backward passes that each reach some of the parameters.
-        is_local: True after a forward pass in ``no_sync()``.
+        is_local: True after a forward pass in ``no_sync()`` whose backward passes cannot be recognized.
+        local_pass: the number of the last backward pass through a forward pass in ``no_sync()``.
         has_seen: True after any backward pass, also one in ``no_sync()``, or another average.
         hooks: the hooks of the parameters.
     """
 
     def __init__(self, module: DistributedDataParallel, average: Average) -> None:
         self.is_reducing = self.is_local = self.has_seen = False
+        self.local_pass = -1
         self._module, self._average = weakref.ref(module), average
         trained = _trained(module)
         self._names = list(trained)
@@ -65,8 +71,26 @@ class _Passes:
             self.is_reducing = not _torch.has_reduced(module)
             if self.is_reducing:
                 self._check_frozen(module)
-        elif module.require_backward_grad_sync and not self.is_local:
+        elif module.require_backward_grad_sync and not self._is_local_pass():
             self._average(list(_trained(module).values()))
+
+    def _is_local_pass(self) -> bool:
+        return self.is_local or self.local_pass == _torch.number_of_backward_pass()
+
+    def note_local_forward(self, output: Any) -> None:
+        """Note a forward pass in ``no_sync()``: backward passes through it are local, wherever they are."""
+        is_traced = torch.compiler.is_compiling()  # a traced tensor has no node yet
+        leaves = [] if is_traced else flatten(output, is_local=True)[0]
+        self.is_local = is_traced or not all(isinstance(leaf, _KNOWN_OUTPUTS) for leaf in leaves)
+        passes = weakref.ref(self)
+
+        def note(_: Any) -> None:
+            if (noting := passes()) is not None:
+                noting.local_pass = _torch.number_of_backward_pass()
+
+        nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)}
+        for node in filter(None, nodes):
+            node.register_prehook(note)
 
     def _check_frozen(self, module: DistributedDataParallel) -> None:
         trained = _trained(module)
@@ -166,16 +190,19 @@ def _check_last_pass(module: DistributedDataParallel, _: Any) -> None:
         raise RuntimeError(_FAILED_BEFORE)
 
 
-def _note_forward(module: DistributedDataParallel, *_: Any) -> None:
+def _note_forward(module: DistributedDataParallel, _: Any, output: Any) -> None:
     """The forward hook: a function of this module, because models are copied and pickled."""
     if not torch.is_grad_enabled():
         return
     passes = vars(module).get(_PASSES)
     if isinstance(passes, _Copied):  # all ranks train the copy
         passes = _begin(module, passes.average)
-    if passes is not None:
-        passes.is_local = not module.require_backward_grad_sync
-        passes.is_reducing |= not passes.is_local
+    if passes is None:
+        return
+    if module.require_backward_grad_sync:
+        passes.is_local, passes.is_reducing = False, True
+    else:
+        passes.note_local_forward(output)
 
 
 def _passes_of(module: DistributedDataParallel) -> _Passes | None:

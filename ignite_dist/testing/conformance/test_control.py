@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -36,6 +37,17 @@ def test_one_rank_only() -> None:
         idist.one_rank_only(rank=99, with_barrier=True)(lambda: "x")()
     with raises(TypeError, "@one_rank_only()"):
         idist.one_rank_only(lambda: "x")
+    for later in (_asynchronous, _generator):
+        with raises(TypeError, "runs after the call"):
+            idist.one_rank_only(broadcast=True)(later)
+        idist.one_rank_only()(later)  # as Ignite's does: the caller runs the body
+
+
+async def _asynchronous() -> None: ...
+
+
+def _generator() -> Iterator[int]:
+    yield 1
 
 
 @pytest.mark.parametrize("value", [None, 3, "é", {"a": [1]}, "tensor"])

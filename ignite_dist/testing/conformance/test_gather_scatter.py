@@ -42,6 +42,9 @@ def test_shapes_that_are_gathered_on_one_rank(shape: tuple[int, ...]) -> None:
     result = idist.gather(torch.full(shape, rank, device=idist.device()))
     wanted = torch.cat([torch.full(shape or (1,), other) for other in range(world_size)])
     assert result is None if rank else torch.equal(here(result), wanted)
+    empty = torch.tensor(1.0, device=idist.device()).expand(0)  # with a stride of 0
+    for result in (idist.gather(empty), idist.scatter(None if rank else [empty] * world_size)):
+        assert result is None or here(result).shape == (0,)
 
 
 @on_every_rank

@@ -102,6 +102,27 @@ def after_local_passes(model: Module, rank: int) -> None:
     two_forward_passes(model, rank)
 
 
+def around_the_wrapper_after_a_local_pass(model: Module, rank: int) -> None:
+    with no_sync(model):
+        loss_of(model(inputs(rank, 2))).backward()  # type: ignore[no-untyped-call]
+    around_the_wrapper(model, rank)
+
+
+def a_local_pass_in_between(model: Module, rank: int) -> None:
+    loss = loss_of(model(inputs(rank, 0)))
+    with no_sync(model):
+        loss_of(model(inputs(rank, 2))).backward()  # type: ignore[no-untyped-call]
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def two_graphs_of_local_passes(model: Module, rank: int) -> None:
+    with no_sync(model):
+        losses = [loss_of(model(inputs(rank, number))) for number in range(3)]
+        (losses[0] + losses[1]).backward()
+        losses[2].backward()
+    around_the_wrapper(model, rank)
+
+
 def heads_outside(model: Module, rank: int) -> None:
     hidden, inner = model(inputs(rank, 0))["hidden"], idist.unwrap_model(model)
     loss = inner.first(hidden).sum() + inner.second(hidden).pow(2).sum()
@@ -168,6 +189,9 @@ PASSES: dict[str, Callable[[Module, int], None]] = {
         gradient_penalty,
         one_pass_after_another,
         after_local_passes,
+        around_the_wrapper_after_a_local_pass,
+        a_local_pass_in_between,
+        two_graphs_of_local_passes,
         in_grad_sync,
         heads_outside,
         around_the_wrapper,

@@ -15,7 +15,9 @@ from pages import Block, blocks, commands_of
 
 # What an agent of torchrun writes if the other agent, which serves the store, has ended first.
 _STORE_HAS_ENDED = re.compile(
-    r"^\[W.*TCPStore\.cpp:\d+\] \[c10d\] .*\n(?:(?:Exception raised |frame #|<omitting ).*\n|\n)*"
+    r"^\[W.*TCPStore\.cpp:\d+\] \[c10d\] .*\n"
+    r"(?:(?:Exception raised |frame #|<omitting |\[W.*TCPStore\.cpp"
+    r"|E.*/elastic/agent/server/api\.py:\d+\]).*\n|\n)*"
     r"W.* has failed to shutdown the rendezvous '.*' due to an error of type RendezvousConnectionError\.\n",
     re.MULTILINE,
 )

@@ -324,7 +324,8 @@ def one_rank_only(
             ``broadcast`` no group of a list is made.
 
     Raises:
-        TypeError: the function is asynchronous or a generator, with ``with_barrier`` or ``broadcast``.
+        TypeError: with ``with_barrier`` or ``broadcast``, at the decoration: the function is asynchronous or
+            a generator.
         RuntimeError: the function calls a function of ``one_rank_only`` for another rank, with
             ``with_barrier`` or ``broadcast``.
         RankFailedError: on every other rank if the function raises, with ``with_barrier`` or ``broadcast``.
@@ -352,9 +353,10 @@ def one_rank_only(
 
     def decorate(function: _Function) -> _Function:
         if (with_barrier or broadcast) and _runs_later(function):
+            name = getattr(function, "__name__", function)
             raise TypeError(
-                f"{function.__name__} is asynchronous or a generator: its body runs after the call, when the "
-                "other ranks have gone on. Decorate a function that runs it to its end, for example with "
+                f"{name} is asynchronous or a generator: its body runs after the call, when the other ranks "
+                "have gone on. Decorate a function that runs it to its end, for example with "
                 "asyncio.run."
             )
 

@@ -50,7 +50,8 @@ class EpochSampler(_AutoEpoch):
     generator of this seed, and of ``DistributedSampler``.
 
     Args:
-        dataset: a data set. Its length may change between two passes, in the same way on every rank.
+        dataset: a data set. With ``batch_size``, its length may change between two passes, in the same way on
+            every rank; ``num_samples`` keeps the first value.
         num_replicas: number of ranks; default: size of the default process group.
         rank: this rank; default: rank in the default process group.
         shuffle: False draws in the order of the data set.

@@ -78,8 +78,8 @@ class Failure:
         return self.exit_code == 0 and bool(self.error_type)
 
     @property
-    def as_python_prints_it(self) -> str:
-        """What Python prints at the end of a process: the traceback, or the text of ``sys.exit("text")``."""
+    def last_output(self) -> str:
+        """What a process shows at its end: the traceback, or the text of ``sys.exit("text")``."""
         if self.error_type != SystemExit.__name__:
             return self.traceback
         return "" if self.is_end_by_signal else f"{self.summary.removeprefix('SystemExit: ')}\n"

@@ -69,7 +69,8 @@ class ReportPipe:
     def run(self, sent_call: SentCall, rank: int) -> Failure | None:
         """Make the call as the global ``rank``, and report its outcome. Returns the failure, if any.
 
-        A fork that the function has made may return here too. It is no rank, so it reports nothing.
+        A forked child of the function may get here too. It is not a rank and reports nothing: its error goes
+        to stderr.
         """
         self.report(rank)
         pid = os.getpid()
@@ -77,7 +78,7 @@ class ReportPipe:
         if os.getpid() == pid:
             self.report(outcome)
         elif isinstance(outcome, Failure):
-            sys.stderr.write(outcome.as_python_prints_it)
+            sys.stderr.write(outcome.last_output)
         return outcome if isinstance(outcome, Failure) and not outcome.is_exit_0 else None
 
     def report(self, message: int | Payload | Failure) -> None:

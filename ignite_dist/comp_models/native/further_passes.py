@@ -10,10 +10,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,8 +25,6 @@ from ignite_dist.internals.call_sites import reported_as
 from ignite_dist.values.gradients import AfterBackward
 from ignite_dist.values.pytree import flatten
 
-# What a forward pass may return, also in dicts and lists, so that backward passes through it are recognized.
-_KNOWN_OUTPUTS = (Tensor, str, int, float, type(None))
 _PASSES = "_ignite_dist_passes"  # attribute of a DDP and of the module inside: its _Passes
 
 Average = Callable[[list[Parameter]], None]
@@ -42,15 +42,16 @@ class _Passes:
     Attributes:
         is_reducing: True from a forward pass to the end of DDP's reduction, perhaps in the second of two
             backward passes that each reach some of the parameters.
-        is_local: True after a forward pass in ``no_sync()`` whose backward passes cannot be recognized.
-        local_pass: the number of the last backward pass through a forward pass in ``no_sync()``.
+        is_local: True from a forward pass in ``no_sync()`` to the next one outside of it. Backward passes are
+            local then, except those that follow the backward passes of all these forward passes.
+        has_unknown: True if some of these forward passes have outputs that nothing can be hooked to.
         has_seen: True after any backward pass, also one in ``no_sync()``, or another average.
         hooks: the hooks of the parameters.
     """
 
     def __init__(self, module: DistributedDataParallel, average: Average) -> None:
-        self.is_reducing = self.is_local = self.has_seen = False
-        self.local_pass = -1
+        self.is_reducing = self.is_local = self.has_unknown = self.has_seen = False
+        self._waiting: set[_LocalForward] = set()  # local forward passes, for their backward passes
         self._module, self._average = weakref.ref(module), average
         trained = _trained(module)
         self._names = list(trained)
@@ -63,7 +64,7 @@ class _Passes:
         return _Copied(self._average)
 
     def _after_backward(self) -> None:
-        self.has_seen = True
+        self.has_seen, is_local = True, self._is_local_pass()
         module = self._module()
         if module is None:  # the module inside goes on without its wrapper
             return
@@ -71,25 +72,45 @@ class _Passes:
             self.is_reducing = not _torch.has_reduced(module)
             if self.is_reducing:
                 self._check_frozen(module)
-        elif module.require_backward_grad_sync and not self._is_local_pass():
+        elif module.require_backward_grad_sync and not is_local:
             self._average(list(_trained(module).values()))
 
     def _is_local_pass(self) -> bool:
-        return self.is_local or self.local_pass == _torch.number_of_backward_pass()
+        """True unless a backward pass was made through each local forward pass, and this one is of none."""
+        if not self.is_local:
+            return False
+        number = _torch.number_of_backward_pass()
+        for forward in list(self._waiting):
+            if forward.has_ended and forward.last_pass != number:
+                self._waiting.discard(forward)
+            elif forward.last_pass == number:
+                forward.has_ended = True  # a pass of the same graph, or one inside of it, may follow
+        return self.has_unknown or bool(self._waiting)
 
-    def note_local_forward(self, output: Any) -> None:
-        """Note a forward pass in ``no_sync()``: backward passes through it are local, wherever they are."""
-        is_traced = torch.compiler.is_compiling()  # a traced tensor has no node yet
-        leaves = [] if is_traced else flatten(output, is_local=True)[0]
-        self.is_local = is_traced or not all(isinstance(leaf, _KNOWN_OUTPUTS) for leaf in leaves)
-        passes = weakref.ref(self)
+    def note_synchronized_forward(self) -> None:
+        """Note a forward pass outside of ``no_sync()``: those before it count no more."""
+        self.is_local, self.has_unknown, self.is_reducing = False, False, True
+        if not torch.compiler.is_compiling():
+            self._waiting.clear()
+
+    def note_local_forward(self, inputs: Any, output: Any) -> None:
+        """Note a forward pass in ``no_sync()``: its backward passes are local, also outside of the block."""
+        self.is_local = True
+        leaves = None if torch.compiler.is_compiling() else _known_leaves(output)
+        if leaves is None:  # no hook can tell its backward passes from others
+            self.has_unknown = True
+            return
+        forward, passes = _LocalForward(), weakref.ref(self)
+        self._waiting.add(forward)
 
         def note(_: Any) -> None:
-            if (noting := passes()) is not None:
-                noting.local_pass = _torch.number_of_backward_pass()
+            owner = passes()
+            if owner is not None and owner.is_local:
+                forward.last_pass = _torch.number_of_backward_pass()
+                owner._waiting.add(forward)
 
-        nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)}
-        for node in filter(None, nodes):
+        given = flatten(inputs, is_local=True)[0]  # a module may return what it got
+        for node in _nodes(leaves) - _nodes(given):
             node.register_prehook(note)
 
     def _check_frozen(self, module: DistributedDataParallel) -> None:
@@ -97,6 +118,26 @@ class _Passes:
         frozen = [name for name in self._names if name not in trained]
         if frozen and not module.find_unused_parameters:
             raise RuntimeError(FROZEN_LATER.format(", ".join(frozen)))
+
+
+@dataclass(eq=False)
+class _LocalForward:
+    """A forward pass in ``no_sync()``: the last backward pass through its output, and if one has ended."""
+
+    last_pass: int = -1
+    has_ended: bool = False
+
+
+def _known_leaves(output: Any) -> list[Any] | None:
+    """The leaves of a module's output; None if it may have tensors elsewhere, for example in a dataclass."""
+    leaves, _ = flatten(output, is_local=True)
+    known = (Tensor, str, int, float, type(None))
+    return leaves if all(isinstance(leaf, known) for leaf in leaves) else None
+
+
+def _nodes(values: list[Any]) -> set[Node]:
+    """The autograd nodes that have made the tensors among ``values``."""
+    return {one.grad_fn for one in values if isinstance(one, Tensor) and one.grad_fn is not None}
 
 
 class _Copied(NamedTuple):
@@ -137,7 +178,7 @@ def average_further_passes(module: DistributedDataParallel, average: Average) ->
     """
     _begin(module, average)
     module.register_forward_pre_hook(_check_last_pass)
-    module.register_forward_hook(_note_forward)
+    module.register_forward_hook(_note_forward, with_kwargs=True)
 
 
 def _begin(module: DistributedDataParallel, average: Average) -> _Passes:
@@ -190,7 +231,7 @@ def _check_last_pass(module: DistributedDataParallel, _: Any) -> None:
         raise RuntimeError(_FAILED_BEFORE)
 
 
-def _note_forward(module: DistributedDataParallel, _: Any, output: Any) -> None:
+def _note_forward(module: DistributedDataParallel, args: Any, kwargs: Any, output: Any) -> None:
     """The forward hook: a function of this module, because models are copied and pickled."""
     if not torch.is_grad_enabled():
         return
@@ -200,9 +241,9 @@ def _note_forward(module: DistributedDataParallel, _: Any, output: Any) -> None:
     if passes is None:
         return
     if module.require_backward_grad_sync:
-        passes.is_local, passes.is_reducing = False, True
+        passes.note_synchronized_forward()
     else:
-        passes.note_local_forward(output)
+        passes.note_local_forward((args, kwargs), output)
 
 
 def _passes_of(module: DistributedDataParallel) -> _Passes | None:

@@ -151,7 +151,7 @@ def open_segments(
         if memory is None or reason:
             return reason
         parts = [memory[start : start + size] for start in range(0, _NUM_SEGMENTS * size, size)]
-        peers = [offer.peer for offer in offers]
+        peers = [one.peer for one in offers]
         return [Segment(part, position, peers, timeout, check_backend, patience_seconds) for part in parts]
     finally:
         if fd >= 0:

@@ -45,7 +45,8 @@ _IN_OTHER_ORDER = 0
 _ENDED_CONTEXT, _TIMED_OUT = 1, 2
 DESCRIPTION_BYTES = (_WORDS_PER_RANK - 1 - _DESCRIPTIONS) // _SLOTS * 8
 _IS_AWAITED = _WORDS_PER_RANK - 1  # 1 if the rank waits in a step without which it does not go on
-PAGE_BYTES, _LOW_BITS = 4096, 0xFFFFFFFF
+PAGE_BYTES = 4096
+_LOW_BITS = 0xFFFFFFFF
 # Behind the words each rank has an area: the number of a step, and the place of its call in the script. A
 # rank writes its area when it finds a mismatch or was interrupted. Others wait for it, at most these seconds.
 _PLACE_BYTES, _PLACE_SECONDS = 256, 1.0
@@ -99,7 +100,7 @@ class Peer(NamedTuple):
     Attributes:
         rank: its rank.
         pid: its number on this machine.
-        start: of this process, see :func:`start_time`.
+        start: when the process started, see :func:`start_time`.
     """
 
     rank: int

@@ -8,6 +8,7 @@ import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributions import Normal
 from torch.nn import Linear, Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 import ignite_dist as idist
 from ignite_dist.testing.conformance.cases import on_every_rank
@@ -291,15 +293,49 @@ class Scaled(Linear):
         self.weight.data.fill_(1.0)
 
 
+@dataclass
+class Output:
+    loss: Tensor
+
+
+class WithLosses(TwoHeads):
+    """Losses of several kinds: ``how`` they are made and returned."""
+
+    how = "plain"
+    auxiliary: Tensor
+
+    def forward(self, x: Tensor) -> Any:
+        if self.how == "reentrant":
+            return checkpoint(lambda x: loss_of(TwoHeads.forward(self, x)), x, use_reentrant=True)
+        loss = loss_of(super().forward(x))
+        self.auxiliary = loss * 2
+        return Output(loss) if self.how == "dataclass" else loss
+
+
+def local_loss(model: Module, how: str, x: Tensor) -> Tensor:
+    result = model(x.requires_grad_())
+    if how == "penalty":
+        (gradient,) = torch.autograd.grad(result, x, create_graph=True)
+        return gradient.pow(2).sum()
+    if how == "auxiliary":
+        loss: Tensor = idist.unwrap_model(model).auxiliary
+        return loss
+    return result.loss if isinstance(result, Output) else result
+
+
+@pytest.mark.parametrize("how", ["plain", "reentrant", "auxiliary", "penalty", "dataclass"])
 @on_every_rank
-def test_a_local_forward_pass_is_local_wherever_its_backward_pass_is() -> None:
+def test_a_local_forward_pass_is_local_wherever_its_backward_pass_is(how: str) -> None:
     """As in torch. The ranks make different numbers of such passes."""
-    rank, model = idist.get_rank(), idist.auto_model(TwoHeads())
+    rank, model = idist.get_rank(), idist.auto_model(WithLosses())
     if not isinstance(model, DistributedDataParallel):
         return
-    loss_of(model(inputs(rank, 0))).backward()
+    for _ in range(2):  # DDP rebuilds its buckets in the second pass
+        local_loss(model, "plain", inputs(rank, 0)).backward()  # type: ignore[no-untyped-call]
+    idist.unwrap_model(model).how = how
     for number in range(rank + 1):
         with idist.no_sync(model):
-            loss = loss_of(model(inputs(rank, number)))
-        loss.backward()
-    loss_of(model(inputs(rank, 0))).backward()
+            loss = local_loss(model, how, inputs(rank, number))
+        loss.backward()  # type: ignore[no-untyped-call]
+    idist.unwrap_model(model).how = "plain"
+    local_loss(model, "plain", inputs(rank, 0)).backward()  # type: ignore[no-untyped-call]

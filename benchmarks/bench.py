@@ -30,7 +30,7 @@ import rows_parts
 import rows_shared_memory
 import rows_training
 import rows_xla
-from ignite_dist.comp_models.shared_memory import segment as shared_segment
+from ignite_dist.comp_models.shared_memory import opening as shared_memory
 from rows import LauncherRow, RankRow, Row, evaluate, launch, measure_in_ranks, show_progress
 from timing import FULL, QUICK, Effort, Samples
 
@@ -38,7 +38,7 @@ from timing import FULL, QUICK, Effort, Samples
 def rows_for(device: str) -> list[Row]:
     if device == "cuda":
         return rows_collectives.cuda_rows()
-    shares_memory = not shared_segment.unavailable_reason()
+    shares_memory = not shared_memory.unavailable_reason()
     horovod = [*rows_horovod.rows(), *rows_training.horovod_rows()] if idist.has_hvd_support else []
     xla = rows_xla.rows() if idist.has_xla_support else []
     return [

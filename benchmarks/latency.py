@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import ignite_dist as idist
-from ignite_dist.comp_models.shared_memory import segment as shared_segment
+from ignite_dist.comp_models.shared_memory import opening as shared_memory
 from ignite_dist.context.live import current_model
 from rows import OURS, RAW, Contenders, all_gather_raw, launch, rank_processes, zeros
 from timing import FULL, QUICK, Effort, time_in_turn
@@ -41,13 +41,13 @@ def group_over_gloo() -> Any:
     """A group of all ranks that does not use shared memory."""
     group = idist.new_group(range(idist.get_world_size()))
     # The ranks decide in the group's first collective.
-    before = os.environ.get(shared_segment.VARIABLE)
-    os.environ[shared_segment.VARIABLE] = "0"
+    before = os.environ.get(shared_memory.VARIABLE)
+    os.environ[shared_memory.VARIABLE] = "0"
     try:
         idist.barrier(group=group)
     finally:
-        os.environ.pop(shared_segment.VARIABLE)
-        os.environ.update({} if before is None else {shared_segment.VARIABLE: before})
+        os.environ.pop(shared_memory.VARIABLE)
+        os.environ.update({} if before is None else {shared_memory.VARIABLE: before})
     model = current_model()
     assert model.transport.shares_memory(model.groups.world)
     assert not model.transport.shares_memory(model.groups.resolve(group))
@@ -171,7 +171,7 @@ def main() -> None:
 
     if arguments.draw is not None:
         document = json.loads(arguments.draw.read_text())
-    elif reason := shared_segment.unavailable_reason():
+    elif reason := shared_memory.unavailable_reason():
         parser.error(f"The ranks of this machine cannot share memory: {reason}.")
     else:
         document = measure(arguments.ranks, arguments.sizes, QUICK if arguments.quick else FULL)

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 
 import fresh
 import ignite_dist as idist
-from ignite_dist.comp_models.shared_memory import segment as shared_segment
+from ignite_dist.comp_models.shared_memory import opening as shared_memory
 from ignite_dist.comp_models.topology import Topology, decode_places, encode_place
 from ignite_dist.context.live import current_model
 from ignite_dist.environments.rendezvous import stores
@@ -328,7 +328,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if sum(num_ranks <= _FITTED for num_ranks in set(arguments.ranks)) < 2:
         parser.error(f"--ranks needs two numbers up to {_FITTED}: the model is fitted to them")
-    os.environ[shared_segment.VARIABLE] = "0"  # a job of many ranks has many machines
+    os.environ[shared_memory.VARIABLE] = "0"  # a job of many ranks has many machines
 
     # Imported here because workers import this module too, but need none of these modules.
     import machine

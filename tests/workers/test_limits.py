@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -67,14 +68,23 @@ REFUSED = """
         except idist.WorkerRaisedError as error:
             print(error)
 """
-# Another user than root, for whom the limit of processes holds, who may still read the files of root. Nobody
-# else has the number: the limit counts all processes of a user.
-AS_A_USER = (
-    *("setpriv", f"--reuid={1_000_000 + os.getpid()}", "--clear-groups"),
-    *("--inh-caps=-all,+dac_override", "--ambient-caps=+dac_override"),
-)
+_user_numbers = count(1_000_000 + 1000 * os.getpid())
+
+
+def as_a_user() -> tuple[str, ...]:
+    """Run a command as another user than root, for whom the limit of processes holds.
+
+    The user may still read the files of root. Nobody else has the number, not even an earlier command: the
+    limit counts all processes of a user, also those that are about to end.
+    """
+    return (
+        *("setpriv", f"--reuid={next(_user_numbers)}", "--clear-groups"),
+        *("--inh-caps=-all,+dac_override", "--ambient-caps=+dac_override"),
+    )
+
+
 needs_another_user = pytest.mark.skipif(
-    shutil.which("setpriv") is None or subprocess.run([*AS_A_USER, "true"], check=False).returncode != 0,
+    shutil.which("setpriv") is None or subprocess.run([*as_a_user(), "true"], check=False).returncode != 0,
     reason="may not become another user, and root has no limit of processes",
 )
 
@@ -149,7 +159,7 @@ def test_files_without_bytes(tmp_path: Path) -> None:
     ],
 )
 def test_few_processes(number: int, error: str, tmp_path: Path) -> None:
-    found = run(tmp_path, *AS_A_USER, limits={resource.RLIMIT_NPROC: number})
+    found = run(tmp_path, *as_a_user(), limits={resource.RLIMIT_NPROC: number})
     assert error in found
     sentence = f"This user may run {number} processes and threads here (ulimit -u)."
     assert (sentence in found) == (number < 64), found
@@ -233,7 +243,7 @@ def test_a_lock_that_is_held_is_no_limit(num_ranks: int, tmp_path: Path) -> None
 )
 def test_a_process_that_cannot_be_started_is_about_the_limit(how: str, tmp_path: Path) -> None:
     script = write_script(tmp_path, REFUSED)
-    ended = run_new_python(script, how, 1, seconds=SECONDS, prefix=AS_A_USER)
+    ended = run_new_python(script, how, 1, seconds=SECONDS, prefix=as_a_user())
     assert "This user may run 1 processes and threads here (ulimit -u)." in ended.stdout, ended.stdout
 
 

@@ -112,8 +112,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault(
         "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     )
-    # By default each rank of Horovod asks the others for work every millisecond. An idle rank takes half of a
-    # core then, and a quarter of one with 10 ms.
+    # Each rank of Horovod asks the others for work, by default every millisecond. While there is none, that
+    # takes half of a core on a busy machine. With 10 ms it takes a quarter, with 30 ms less than a tenth.
     os.environ.setdefault("HOROVOD_CYCLE_TIME", "50")
     # OpenMP's threads spin while they wait for each other. Where other processes want the cores, training
     # takes up to three times the processor time. This holds for processes that start from here on.

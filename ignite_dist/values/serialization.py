@@ -238,7 +238,7 @@ def unpack(payload: Payload, rank: int, own_device: OwnDevice = no_accelerator) 
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, as a uint8 view, for libraries that do not know its dtype."""
-    # view(-1) of at most one element may keep a stride of 0, with which torch views no bytes.
+    # torch refuses a view of another dtype if a stride is 0, and view(-1) of no or one element may keep it.
     size = tensor.numel()
     flat = tensor.as_strided((size,), (1,)) if size < 2 else tensor.view(-1)
     return flat.view(torch.uint8)

@@ -79,10 +79,14 @@ class Failure:
 
     @property
     def last_output(self) -> str:
-        """What a process shows at its end: the traceback, or the text of ``sys.exit("text")``."""
-        if self.error_type != SystemExit.__name__:
+        """What Python shows at the end of such a process: the traceback, or the text of ``sys.exit("text")``.
+
+        A text that is a number is not shown: the summary does not tell it from a status.
+        """
+        if self.exit_code is None:
             return self.traceback
-        return "" if self.is_end_by_signal else f"{self.summary.removeprefix('SystemExit: ')}\n"
+        text = self.summary.partition(": ")[2]
+        return "" if _EXIT_WITHOUT_TEXT.fullmatch(f"SystemExit: {text}") or not text else f"{text}\n"
 
     @property
     def is_end_by_signal(self) -> bool:

@@ -78,7 +78,8 @@ class ReportPipe:
         if os.getpid() == pid:
             self.report(outcome)
         elif isinstance(outcome, Failure):
-            sys.stderr.write(outcome.last_output)
+            with suppress(Exception):  # the child has closed its stderr: nobody reads it
+                sys.stderr.write(outcome.last_output)
         return outcome if isinstance(outcome, Failure) and not outcome.is_exit_0 else None
 
     def report(self, message: int | Payload | Failure) -> None:

@@ -3,6 +3,8 @@
 DDP averages in the first backward pass after a forward pass. A second pass (of another loss, or of an earlier
 forward pass) adds gradients of this rank only, and so does a pass through the module inside of DDP. After
 such a pass the sums are averaged. The mean of earlier averages, which are equal on all ranks, is their value.
+
+Passes of forward passes in ``no_sync()`` stay local. Hooks at the outputs tell them from others.
 """
 
 from __future__ import annotations
@@ -42,16 +44,14 @@ class _Passes:
     Attributes:
         is_reducing: True from a forward pass to the end of DDP's reduction, perhaps in the second of two
             backward passes that each reach some of the parameters.
-        is_local: True from a forward pass in ``no_sync()`` to the next one outside of it. Backward passes are
-            local then, except those that follow the backward passes of all these forward passes.
-        has_unknown: True if some of these forward passes have outputs that nothing can be hooked to.
         has_seen: True after any backward pass, also one in ``no_sync()``, or another average.
         hooks: the hooks of the parameters.
     """
 
     def __init__(self, module: DistributedDataParallel, average: Average) -> None:
-        self.is_reducing = self.is_local = self.has_unknown = self.has_seen = False
-        self._waiting: set[_LocalForward] = set()  # local forward passes, for their backward passes
+        self.is_reducing = self.has_seen = False
+        # Local forward passes since the last synchronized one that wait for their backward passes.
+        self._waiting: set[_LocalForward] = set()
         self._module, self._average = weakref.ref(module), average
         trained = _trained(module)
         self._names = list(trained)
@@ -76,41 +76,37 @@ class _Passes:
             self._average(list(_trained(module).values()))
 
     def _is_local_pass(self) -> bool:
-        """True unless a backward pass was made through each local forward pass, and this one is of none."""
-        if not self.is_local:
-            return False
+        """True unless backward passes have gone through all local forward passes, and this one through none.
+
+        A pass that reaches no parameter, such as that of a gradient penalty, does not count.
+        """
         number = _torch.number_of_backward_pass()
         for forward in list(self._waiting):
-            if forward.has_ended and forward.last_pass != number:
+            if forward.last_pass == number:
+                forward.has_ended = True  # but waits on: this pass may be one inside of another
+            elif forward.has_ended:
                 self._waiting.discard(forward)
-            elif forward.last_pass == number:
-                forward.has_ended = True  # a pass of the same graph, or one inside of it, may follow
-        return self.has_unknown or bool(self._waiting)
+        return bool(self._waiting)
 
     def note_synchronized_forward(self) -> None:
-        """Note a forward pass outside of ``no_sync()``: those before it count no more."""
-        self.is_local, self.has_unknown, self.is_reducing = False, False, True
-        if not torch.compiler.is_compiling():
-            self._waiting.clear()
+        """Note a forward pass outside of ``no_sync()``. Local ones before it count no more."""
+        self.is_reducing, self._waiting = True, set()
 
     def note_local_forward(self, inputs: Any, output: Any) -> None:
         """Note a forward pass in ``no_sync()``: its backward passes are local, also outside of the block."""
-        self.is_local = True
-        leaves = None if torch.compiler.is_compiling() else _known_leaves(output)
-        if leaves is None:  # no hook can tell its backward passes from others
-            self.has_unknown = True
+        outputs = _known_leaves(output)
+        if outputs is None:
+            self._waiting.add(_UNKNOWN)
             return
-        forward, passes = _LocalForward(), weakref.ref(self)
-        self._waiting.add(forward)
+        forward, waiting = _LocalForward(), self._waiting
+        waiting.add(forward)
 
         def note(_: Any) -> None:
-            owner = passes()
-            if owner is not None and owner.is_local:
-                forward.last_pass = _torch.number_of_backward_pass()
-                owner._waiting.add(forward)
+            forward.last_pass = _torch.number_of_backward_pass()
+            waiting.add(forward)  # again, in a second pass through the same graph
 
         given = flatten(inputs, is_local=True)[0]  # a module may return what it got
-        for node in _nodes(leaves) - _nodes(given):
+        for node in _nodes(outputs) - _nodes(given):
             node.register_prehook(note)
 
     def _check_frozen(self, module: DistributedDataParallel) -> None:
@@ -122,10 +118,18 @@ class _Passes:
 
 @dataclass(eq=False)
 class _LocalForward:
-    """A forward pass in ``no_sync()``: the last backward pass through its output, and if one has ended."""
+    """A forward pass in ``no_sync()``.
 
-    last_pass: int = -1
+    Attributes:
+        last_pass: number of the last backward pass through its output.
+        has_ended: True once such a pass has reached a parameter and ended.
+    """
+
+    last_pass: int = -2  # the number -1 stands for no pass
     has_ended: bool = False
+
+
+_UNKNOWN = _LocalForward()  # stands for all whose outputs are unknown: no hook sees their backward passes
 
 
 def _known_leaves(output: Any) -> list[Any] | None:

@@ -42,8 +42,15 @@ def test_shapes_that_are_gathered_on_one_rank(shape: tuple[int, ...]) -> None:
     result = idist.gather(torch.full(shape, rank, device=idist.device()))
     wanted = torch.cat([torch.full(shape or (1,), other) for other in range(world_size)])
     assert result is None if rank else torch.equal(here(result), wanted)
-    empty = torch.tensor(1.0, device=idist.device()).expand(0)  # with a stride of 0
-    for result in (idist.gather(empty), idist.scatter(None if rank else [empty] * world_size)):
+
+
+@on_every_rank
+def test_empty_tensors_with_a_stride_of_0() -> None:
+    rank, world_size = idist.get_rank(), idist.get_world_size()
+    empty = torch.tensor(1.0, device=idist.device()).expand(0)
+    gathered = idist.gather(empty)
+    scattered = idist.scatter(None if rank else [empty] * world_size)
+    for result in (gathered, scattered, *idist.all_to_all([empty] * world_size)):
         assert result is None or here(result).shape == (0,)
 
 

@@ -53,6 +53,7 @@ INSTALL = {
     "UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", "").replace(" ", ","),
 }
 NUM_SLOWEST = 25
+NUM_CHARACTERS = 600  # of the error of a test that has failed
 END_SECONDS = 15.0  # from SIGINT to SIGTERM, and from SIGTERM to SIGKILL
 
 
@@ -193,25 +194,27 @@ def _ended_children_seconds() -> float:
 
 def _show(steps: list[Step], seconds: float, busy: float) -> None:
     tests = [
-        (float(test.get("time", 0)), step.name, f"{test.get('classname')}::{test.get('name')}")
+        (test, f"{test.get('classname')}::{test.get('name')}", step.name)
         for step in steps
         for suite in _suites(step.results)
         for test in suite.iter("testcase")
     ]
-    slowest = "".join(
-        f"{cost:8.1f} s  {step:18} {test}\n" for cost, step, test in sorted(tests)[-NUM_SLOWEST:]
-    )
+    costs = sorted((float(test.get("time", 0)), step, name) for test, name, step in tests)
+    slowest = "".join(f"{cost:8.1f} s  {step:18} {name}\n" for cost, step, name in costs[-NUM_SLOWEST:])
     (LOGS / "slowest.txt").write_text(slowest, encoding="utf-8")
     print(f"=== the slowest {NUM_SLOWEST} tests\n{slowest}")
     # What ends later than the process that started it is counted in "all" only.
     print(f"=== the steps\n{'step':20} {'outcome':8} {'seconds':>8} {'processor s':>12} {'tests':>7}")
     for step in steps:
-        costs = f"{step.seconds:8.0f} {step.processor_seconds:12.0f}"
-        print(f"{step.name:20} {step.outcome:8} {costs} {step.counts['tests'] or '':>7}")
+        times = f"{step.seconds:8.0f} {step.processor_seconds:12.0f}"
+        print(f"{step.name:20} {step.outcome:8} {times} {step.counts['tests'] or '':>7}")
     total: Counter[str] = sum((step.counts for step in steps), Counter())
     print(f"{'all':20} {'':8} {seconds:8.0f} {busy:12.0f} {total['tests']:>7}\n")
     if others := [step.name for step in steps if step.outcome != "passed"]:
         print(f"Steps that have not passed: {', '.join(others)}")
+    for test, name, _ in tests:
+        for failure in (*test.iter("failure"), *test.iter("error")):
+            print(f"{name} has failed: {failure.get('message', '')[:NUM_CHARACTERS]!r}")
     failed, skipped = total["failures"] + total["errors"], total["skipped"]
     print(f"{total['tests'] - failed - skipped} passed, {failed} failed, {skipped} skipped", flush=True)
 

@@ -73,9 +73,12 @@ def test_the_tests_of_all_steps_are_counted_and_the_slowest_are_kept(tmp_path: P
     command = f"{sys.executable} -m pytest -q --noconftest -c {os.devnull} --rootdir {tmp_path} {file}"
     steps = f"Step('one', {command!r}), Step('two', {command + ' -k passes'!r})"
     ended = run_new_python(*command_of_steps(tmp_path, steps), cwd=tmp_path)
-    assert ended.stdout.endswith("Steps that have not passed: one\n2 passed, 1 failed, 1 skipped\n"), (
-        ended.stdout
+    end = (
+        "Steps that have not passed: one\n"
+        "test_of_a_step::test_that_fails has failed: 'assert False'\n"
+        "2 passed, 1 failed, 1 skipped\n"
     )
+    assert ended.stdout.endswith(end), ended.stdout
     slowest = (tmp_path / "logs" / "slowest.txt").read_text(encoding="utf-8")
     assert len(slowest.splitlines()) == 4 and "test_of_a_step::test_that_fails" in slowest
 

@@ -33,6 +33,8 @@ COLLECTIVES = (*_BY_DEFAULT, "reduce_scatter", "all_to_all")
 
 # Time for our calls and the raw calls of one collective at one size. Slow calls take longer (_MIN_ROUNDS).
 _ROW_SECONDS = 0.3
+# On a busy machine, calls may become a thousand times slower than those that have set their number.
+_LONGEST_ROW_SECONDS = 1.0
 _MIN_ROUNDS, _ROUNDS, _MAX_CALLS = 3, 15, 500
 _NUMBERS: dict[str, Any] = {f"metric {i}": i / 7 for i in range(20)}
 _OBJECT = {"loss": 0.5, "n": 3}
@@ -254,10 +256,14 @@ def _time_in_turn(calls: Sequence[Callable[[], Any]], tensor: Tensor) -> list[li
     rounds = max(_MIN_ROUNDS, min(_ROUNDS, num_calls))
     calls_per_block = max(1, min(_MAX_CALLS, num_calls // rounds))
     samples: list[list[float]] = [[] for _ in calls]
+    started = time.perf_counter()
     for position in range(rounds):
         order = list(zip(samples, calls, strict=True))
         for times, call in order if position % 2 else reversed(order):
             times.append(_block(call, calls_per_block, tensor))
+        seconds: float = idist.all_reduce(time.perf_counter() - started, "MAX")
+        if seconds > _LONGEST_ROW_SECONDS and position + 1 >= _MIN_ROUNDS:
+            break
     return samples
 
 

@@ -39,6 +39,7 @@ import torch.multiprocessing
 
 import ignite_dist as idist
 from helpers import run_python, write_script
+from ignite_dist.workers.supervisor import processes
 from spawned import spawn
 from warm_client import WHOLE_EXIT
 
@@ -48,7 +49,8 @@ kept: list[Any] = []  # in a global: nothing closes what is here
 
 @pytest.fixture(autouse=True)
 def whole_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in WHOLE_EXIT.items():
+    """Workers end as their interpreter does, and may take their time on a busy machine."""
+    for name, value in {**WHOLE_EXIT, "IGNITE_DIST_GRACE_SECONDS": "200"}.items():
         monkeypatch.setenv(name, value)
 
 
@@ -423,7 +425,10 @@ def _fails_or_works(rank: int, folder: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_rank_that_still_works_ends_as_python_does(method: str, tmp_path: Path) -> None:
+def test_a_rank_that_still_works_ends_as_python_does(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "TERMINATE_SECONDS", 100.0)  # for its finally, on a busy machine
     with pytest.raises(idist.RankFailedError, match="no data") as caught:
         spawn(_fails_or_works, tmp_path, "waits", start_method=method)
     assert "KeyboardInterrupt" not in str(caught.value)
@@ -525,18 +530,25 @@ def test_compressed_files_are_whole_wherever_they_are_kept(method: str, tmp_path
         assert zipfile.ZipFile(tmp_path / f"{rank}.zip").read("text") == b"done"
 
 
-def test_a_rank_that_ignores_the_interrupt_does_not_hang_the_job(tmp_path: Path) -> None:
+def test_a_rank_that_ignores_the_interrupt_does_not_hang_the_job(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(idist.RankFailedError, match="no data"):
         spawn(_fails_or_works, tmp_path, "ignores")
     assert not (tmp_path / "finally").exists()
+    (warning,) = caplog.messages
+    assert warning.startswith("Workers had not ended ") and warning.endswith(" ranks 1")
 
 
 def test_a_handler_that_waits_for_ever_does_not_hang_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("IGNITE_DIST_GRACE_SECONDS", "1")
     with pytest.raises(idist.RankFailedError, match="no data"):
         spawn(_fails_or_waits, tmp_path, 3600.0)
+    (warning,) = caplog.messages
+    assert warning.startswith("Workers had not ended 1 s after the failure (IGNITE_DIST_GRACE_SECONDS)")
+    assert warning.endswith(" ranks 0, 1")
 
 
 BLOCKS = """

@@ -349,8 +349,9 @@ class Workers:
             pass  # the second one: do not wait
         finally:
             if self._running():
-                ranks = ", ".join(str(worker.rank) for worker in self._running())
-                _logger.warning("The workers had not ended, and are ended now: ranks %s", ranks)
+                _logger.warning(
+                    "The workers had not ended, and are ended now: ranks %s", self._running_ranks()
+                )
             self.terminate()
 
     def terminate(self) -> None:
@@ -386,6 +387,8 @@ class Workers:
             are_ending = len(self._busy()) < len(self._running())
             seconds = self._grace_seconds if are_ending else min(TERMINATE_SECONDS, self._grace_seconds)
             if (left := start + seconds - time.monotonic()) <= 0:
+                text = "Workers had not ended %g s after the failure (%s), and are ended now: ranks %s"
+                _logger.warning(text, seconds, GRACE_VARIABLE, self._running_ranks())
                 break
             self._read(left)
 
@@ -413,6 +416,9 @@ class Workers:
 
     def _running(self) -> list[RunningWorker]:
         return [worker for worker in self._workers if not worker.done]
+
+    def _running_ranks(self) -> str:
+        return ", ".join(str(worker.rank) for worker in self._running())
 
     def _busy(self) -> list[RunningWorker]:
         """The workers in whose process a rank still runs its function."""

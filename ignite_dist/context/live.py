@@ -22,6 +22,8 @@ begin_hooks: list[Callable[[ComputationModel], None]] = []
 """Hooks called with the model of each context that :func:`initialize` has made."""
 before_end_hooks: list[Callable[[ComputationModel], None]] = []
 """Hooks called before a context ends after success. If a hook raises, the context stays live."""
+failure_hooks: list[Callable[[ComputationModel], None]] = []
+"""Hooks called before a context ends after a failure of this rank, while its error is being handled."""
 end_hooks: list[Callable[[ComputationModel], None]] = []
 """Hooks called when a context ends, whatever code ends it."""
 # Guards writes of _model: threads that find a context at the same time must share one model, which owns the
@@ -301,6 +303,7 @@ def abort() -> None:
 
     with torchelastic.report_to_torchrun(sys.exc_info()[1]):
         model = current_model()
+        _call_hooks(failure_hooks, model)  # before the connections close and the peers notice
         model.abort()
     _call_hooks(end_hooks, model)
     _forget(model)

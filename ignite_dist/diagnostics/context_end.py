@@ -58,7 +58,7 @@ class _Ended:
     """The report of a rank that has ended its context."""
 
     rank: int
-    has_left: bool  # the process has exited without finalize()
+    has_left: bool  # without finalize(): its process has exited, or its context has ended with an error
     calls: Mapping[str, int | None]
     where: str
     seen: float = field(default_factory=time.monotonic)  # when this process read the report
@@ -88,7 +88,12 @@ class Endings:
         """
         try:
             store = self._oob_store.connection()
-            self._report_end(store, rank, has_left=False)
+            frame = users_frame(sys._getframe(1))
+            # "<string>" is the start code of multiprocessing.
+            is_users_frame = frame is not None and not frame.f_code.co_filename.startswith("<")
+            place = f" at {site_of(frame)}" if is_users_frame else ""
+            how = f"it has come to the end of its context{place}"
+            self._report_end(store, rank, how, has_left=False)
             explanation = self._wait_for_outcome(store)
         except DistError:  # the rank that serves the store is lost; the backend reports this
             return
@@ -97,20 +102,15 @@ class Endings:
             reason = f"{text} So rank {rank} has ended its context without the others."
             raise RankFailedError(explanation["rank"], MissingRanksError.__name__, text, reason)
 
-    def leave(self, rank: int) -> None:
-        """Report that the process of ``rank`` exits without ``finalize()``."""
+    def leave(self, rank: int, how: str) -> None:
+        """Report ``how`` the rank leaves its context without ``finalize()``."""
         if rank not in self._own_ended:
             with suppress(DistError):
-                self._report_end(self._oob_store.connection(), rank, has_left=True)
+                self._report_end(self._oob_store.connection(), rank, how, has_left=True)
 
-    def _report_end(self, store: Store, rank: int, has_left: bool) -> None:
+    def _report_end(self, store: Store, rank: int, how: str, has_left: bool) -> None:
         self._own_ended.add(rank)
         position = store.add(NUM_ENDED, 1)
-        frame = users_frame(sys._getframe(1))
-        # "<string>" is the start code of multiprocessing.
-        is_users_frame = frame is not None and not frame.f_code.co_filename.startswith("<")
-        place = f" at {site_of(frame)}" if is_users_frame and not has_left else ""
-        how = "its process has ended" if has_left else f"it has come to the end of its context{place}"
         report = {
             "rank": rank,
             "has_left": has_left,

@@ -28,7 +28,14 @@ from torch.distributed import DistError, Store
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.transport import Wait
 from ignite_dist.comp_models.work import Completed, place_of
-from ignite_dist.context.live import abort, before_end_hooks, begin_hooks, current_model, end_hooks
+from ignite_dist.context.live import (
+    abort,
+    before_end_hooks,
+    begin_hooks,
+    current_model,
+    end_hooks,
+    failure_hooks,
+)
 from ignite_dist.diagnostics import flight_recorder
 from ignite_dist.diagnostics.announcing import (
     announce,
@@ -114,7 +121,7 @@ class Watchdog:
         self._last_look = -math.inf
         self._has_failed = False
         self._stopped = threading.Event()
-        self._is_exiting = False
+        self._how_left = ""
         self._thread = threading.Thread(target=self._run, name="ignite_dist's watchdog", daemon=True)
         self._thread.start()
         for stopped in [watchdog for watchdog in _running if watchdog._stopped.is_set()]:
@@ -164,9 +171,9 @@ class Watchdog:
         late_error.__cause__ = error
         return late_error
 
-    def stop_at_exit(self) -> None:
-        """Stop the thread because the process exits. The thread first reports the exit to the other ranks."""
-        self._is_exiting = True
+    def leave(self, how: str) -> None:
+        """Stop the thread. It first tells the other ranks ``how`` those of this process leave the context."""
+        self._how_left = how
         self.stop()
 
     def stop(self) -> None:
@@ -181,8 +188,8 @@ class Watchdog:
             store = self._oob_store.connection()
             while not self._stopped.wait(min(period, self.threshold.total_seconds() / 4)):
                 self._run_once(store)
-            for rank in self._recorder.logs if self._is_exiting else ():
-                self._endings.leave(rank)
+            for rank in self._recorder.logs if self._how_left else ():
+                self._endings.leave(rank, self._how_left)
         except DistError:  # the rank that serves the store is lost
             return
 
@@ -335,7 +342,7 @@ _running: WeakSet[Watchdog] = WeakSet()
 def _stop_all() -> None:
     """Stop all watchdogs: a thread that uses a store while Python exits may abort the process."""
     for watchdog in list(_running):
-        watchdog.stop_at_exit()
+        watchdog.leave("its process has ended")
 
 
 def _find_cause(error: RuntimeError) -> BaseException | None:
@@ -405,6 +412,18 @@ def _meet_at_end(model: ComputationModel) -> None:
         raise
 
 
+def _report_failure(model: ComputationModel) -> None:
+    """Tell the other ranks that this one has failed, unless it has failed because of another one."""
+    from ignite_dist.workers.failures import is_consequence
+
+    error, recorder = sys.exc_info()[1], recorder_of(model)
+    if error is None or is_consequence(error) or model.ranks_in_process() > 1:
+        return
+    if recorder is not None and recorder.watchdog is not None:
+        text = connections.last_lines(error).partition("\n")[0]
+        recorder.watchdog.leave(f"it has left its context after {text}")
+
+
 def _stop(model: ComputationModel) -> None:
     """Record the end of the caller's context. The last rank of this process stops the watchdog."""
     finish_timeline(model, has_failed=True)
@@ -414,4 +433,5 @@ def _stop(model: ComputationModel) -> None:
 
 
 before_end_hooks.append(_meet_at_end)
+failure_hooks.append(_report_failure)
 end_hooks.append(_stop)

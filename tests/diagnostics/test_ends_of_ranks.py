@@ -307,6 +307,24 @@ def test_a_model_that_lives_on_keeps_nobody_waiting() -> None:
     assert helpers.run_ranks(keeps_its_model) == [1.0, 1.0]
 
 
+def fails_first() -> str:
+    """Rank 0 fails before the first collective, which tests whether the ranks share memory."""
+    try:
+        with idist.Parallel("gloo"):
+            if idist.get_rank() == 0:
+                raise LookupError("no data")
+            idist.barrier()
+    except (LookupError, idist.MissingRanksError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_failure_before_the_first_collective_is_named() -> None:
+    own, of_other = helpers.run_ranks(fails_first)
+    assert own == "no data"
+    assert "Rank 0 did not come: it has left its context after LookupError: no data (pid " in of_other
+
+
 SCRIPT = """
     import sys
     import torch

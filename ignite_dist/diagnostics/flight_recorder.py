@@ -116,6 +116,9 @@ class Watchdog(Protocol):
             RankFailedError: another rank waits in a collective that ``rank`` has not called.
         """
 
+    def leave(self, how: str) -> None:
+        """Stop the thread. It first tells the other ranks ``how`` those of this process leave the context."""
+
     def stop(self) -> None:
         """Stop the thread."""
 

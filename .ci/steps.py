@@ -212,9 +212,9 @@ def _show(steps: list[Step], seconds: float, busy: float) -> None:
     print(f"{'all':20} {'':8} {seconds:8.0f} {busy:12.0f} {total['tests']:>7}\n")
     if others := [step.name for step in steps if step.outcome != "passed"]:
         print(f"Steps that have not passed: {', '.join(others)}")
-    for test, name, _ in tests:
+    for test, name, step_name in tests:
         for failure in (*test.iter("failure"), *test.iter("error")):
-            print(f"{name} has failed: {failure.get('message', '')[:NUM_CHARACTERS]!r}")
+            print(f"{step_name}: {name} has failed: {failure.get('message', '')[:NUM_CHARACTERS]!r}")
     failed, skipped = total["failures"] + total["errors"], total["skipped"]
     print(f"{total['tests'] - failed - skipped} passed, {failed} failed, {skipped} skipped", flush=True)
 

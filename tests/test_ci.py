@@ -75,7 +75,7 @@ def test_the_tests_of_all_steps_are_counted_and_the_slowest_are_kept(tmp_path: P
     ended = run_new_python(*command_of_steps(tmp_path, steps), cwd=tmp_path)
     end = (
         "Steps that have not passed: one\n"
-        "test_of_a_step::test_that_fails has failed: 'assert False'\n"
+        "one: test_of_a_step::test_that_fails has failed: 'assert False'\n"
         "2 passed, 1 failed, 1 skipped\n"
     )
     assert ended.stdout.endswith(end), ended.stdout

@@ -35,7 +35,7 @@ COLLECTIVES = (*_BY_DEFAULT, "reduce_scatter", "all_to_all")
 _ROW_SECONDS = 0.3
 # On a busy machine, calls may become a thousand times slower than those that have set their number.
 _LONGEST_ROW_SECONDS = 1.0
-_MIN_ROUNDS, _ROUNDS, _MAX_CALLS = 3, 15, 500
+_MIN_ROUNDS, _ROUNDS, _MAX_CALLS = 3, 25, 100
 _NUMBERS: dict[str, Any] = {f"metric {i}": i / 7 for i in range(20)}
 _OBJECT = {"loss": 0.5, "n": 3}
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

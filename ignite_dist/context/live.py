@@ -303,8 +303,10 @@ def abort() -> None:
 
     with torchelastic.report_to_torchrun(sys.exc_info()[1]):
         model = current_model()
-        _call_hooks(failure_hooks, model)  # before the connections close and the peers notice
-        model.abort()
+        try:
+            _call_hooks(failure_hooks, model)  # before the connections close and the peers notice
+        finally:
+            model.abort()
     _call_hooks(end_hooks, model)
     _forget(model)
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import DistError, Store
 
@@ -27,6 +27,7 @@ from ignite_dist.diagnostics.flight_recorder import Recorder
 from ignite_dist.diagnostics.out_of_band import (
     END_OUTCOME,
     END_REPORT,
+    FIRST_FAILURE,
     NUM_ENDED,
     OutOfBandStore,
     collect_reports,
@@ -37,6 +38,7 @@ from ignite_dist.internals.call_sites import site_of, users_frame
 from ignite_dist.internals.ranks import describe_ranks
 
 _logger = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
 
 # The watchdog fails a wait this long after the wait's start and the other rank's end. By then, all data have
 # arrived.
@@ -49,8 +51,8 @@ _LONG_CONFIRM_SECONDS = 4.0
 _FIRST_POLL_SECONDS, _POLL_SECONDS, _POLLS_PER_SECOND = 0.0005, 0.1, 10_000
 # How often an ended rank checks that the other ranks are alive, if the backend cannot detect a lost rank.
 _ALIVE_CHECK_SECONDS = 300.0
-# After a failed collective, a rank waits this long for the explanation in the store.
-_EXPLANATION_SECONDS = 2.0
+# A rank that has failed, or whose collective has failed, waits this long for the store.
+_STORE_SECONDS = 2.0
 
 
 @dataclass
@@ -58,7 +60,7 @@ class _Ended:
     """The report of a rank that has ended its context."""
 
     rank: int
-    has_left: bool  # without finalize(): its process has exited, or its context has ended with an error
+    has_left: bool  # the process has exited without finalize()
     calls: Mapping[str, int | None]
     where: str
     seen: float = field(default_factory=time.monotonic)  # when this process read the report
@@ -88,12 +90,7 @@ class Endings:
         """
         try:
             store = self._oob_store.connection()
-            frame = users_frame(sys._getframe(1))
-            # "<string>" is the start code of multiprocessing.
-            is_users_frame = frame is not None and not frame.f_code.co_filename.startswith("<")
-            place = f" at {site_of(frame)}" if is_users_frame else ""
-            how = f"it has come to the end of its context{place}"
-            self._report_end(store, rank, how, has_left=False)
+            self._report_end(store, rank, has_left=False)
             explanation = self._wait_for_outcome(store)
         except DistError:  # the rank that serves the store is lost; the backend reports this
             return
@@ -102,15 +99,27 @@ class Endings:
             reason = f"{text} So rank {rank} has ended its context without the others."
             raise RankFailedError(explanation["rank"], MissingRanksError.__name__, text, reason)
 
-    def leave(self, rank: int, how: str) -> None:
-        """Report ``how`` the rank leaves its context without ``finalize()``."""
+    def leave(self, rank: int) -> None:
+        """Report that the process of ``rank`` exits without ``finalize()``."""
         if rank not in self._own_ended:
             with suppress(DistError):
-                self._report_end(self._oob_store.connection(), rank, how, has_left=True)
+                self._report_end(self._oob_store.connection(), rank, has_left=True)
 
-    def _report_end(self, store: Store, rank: int, how: str, has_left: bool) -> None:
+    def report_failure(self, rank: int, error: BaseException) -> None:
+        """Report the ``error`` with which the context of ``rank`` ends, if no rank has failed before."""
+        from ignite_dist.workers.failures import text_of
+
+        failure = [rank, type(error).__name__, text_of(error, error.__traceback__), socket.gethostname()]
+        self._in_time(lambda store: store.compare_set(FIRST_FAILURE, "", json.dumps(failure)))
+
+    def _report_end(self, store: Store, rank: int, has_left: bool) -> None:
         self._own_ended.add(rank)
         position = store.add(NUM_ENDED, 1)
+        frame = users_frame(sys._getframe(1))
+        # "<string>" is the start code of multiprocessing.
+        is_users_frame = frame is not None and not frame.f_code.co_filename.startswith("<")
+        place = f" at {site_of(frame)}" if is_users_frame and not has_left else ""
+        how = "its process has ended" if has_left else f"it has come to the end of its context{place}"
         report = {
             "rank": rank,
             "has_left": has_left,
@@ -240,14 +249,19 @@ class Endings:
     # --- in a rank whose collective has failed -----------------------------------------------------------
 
     def find_cause(self, error: RuntimeError) -> BaseException | None:
-        """The error that names the ended rank that caused ``error``; None if no rank has ended."""
+        """The error that names the rank whose end or failure has caused ``error``; None if there is none."""
         from ignite_dist.workers.failures import is_consequence
 
         if not is_consequence(error):
             return None
-        explanation = self._explanation or self._read_explanation()
+        explanation = self._explanation or self._in_time(self._read_explanation)
         if explanation is None:
             return None
+        if failure := explanation.get("failure"):
+            rank, error_type, text, host = failure
+            failed = RankFailedError(rank, error_type, text, host=host)
+            failed.__cause__ = error
+            return failed
         where = {int(rank): how for rank, how in explanation["where"].items()}
         cause = MissingRanksError(explanation["text"], explanation["ranks"], where)
         # After an early finalize(), this error is the root cause. With a connection error as __cause__,
@@ -255,25 +269,32 @@ class Endings:
         cause.__cause__ = error if explanation.get("has_left") else None
         return cause
 
-    def _read_explanation(self) -> dict[str, Any] | None:
-        """The store's explanation. A separate thread reads it, because the store's host may not answer."""
-        answers: list[dict[str, Any]] = []
+    def _read_explanation(self, store: Store) -> dict[str, Any] | None:
+        if store.check([END_OUTCOME]) and (outcome := store.get(END_OUTCOME)) != b"all":
+            explanation: dict[str, Any] = json.loads(outcome)
+            return explanation
+        if store.check([FIRST_FAILURE]):
+            failure = json.loads(store.get(FIRST_FAILURE))
+            if failure[0] not in self._recorder.logs:  # a rank of this process
+                return {"failure": failure}
+        self._read(store)
+        left = [report for report in self._ended if report.has_left]
+        if not left:
+            return None
+        ranks = sorted(report.rank for report in left)
+        where = {report.rank: report.where for report in left}
+        text = f"{describe_ranks(ranks).capitalize()} did not come: {'; '.join(where.values())}."
+        return {"ranks": ranks, "where": where, "text": text, "has_left": True}
 
-        def read() -> None:
+    def _in_time(self, request: Callable[[Store], _Answer]) -> _Answer | None:
+        """The answer to ``request``. None if the store does not answer: its host may be lost."""
+        answers: list[_Answer] = []
+
+        def ask() -> None:
             with suppress(DistError):
-                store = self._oob_store.connection()
-                if store.check([END_OUTCOME]) and (outcome := store.get(END_OUTCOME)) != b"all":
-                    answers.append(json.loads(outcome))
-                    return
-                self._read(store)
-                left = [report for report in self._ended if report.has_left]
-                if left:
-                    ranks = sorted(report.rank for report in left)
-                    where = {report.rank: report.where for report in left}
-                    text = f"{describe_ranks(ranks).capitalize()} did not come: {'; '.join(where.values())}."
-                    answers.append({"ranks": ranks, "where": where, "text": text, "has_left": True})
+                answers.append(request(self._oob_store.connection()))
 
-        thread = threading.Thread(target=read, daemon=True)
+        thread = threading.Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(_EXPLANATION_SECONDS)
+        thread.join(_STORE_SECONDS)
         return answers[0] if answers else None

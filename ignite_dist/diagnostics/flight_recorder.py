@@ -116,8 +116,8 @@ class Watchdog(Protocol):
             RankFailedError: another rank waits in a collective that ``rank`` has not called.
         """
 
-    def leave(self, how: str) -> None:
-        """Stop the thread. It first tells the other ranks ``how`` those of this process leave the context."""
+    def report_failure(self, rank: int, error: BaseException) -> None:
+        """Tell the other ranks the ``error`` with which the context of ``rank`` ends."""
 
     def stop(self) -> None:
         """Stop the thread."""

@@ -29,6 +29,8 @@ _POLL_SECONDS = 0.02
 
 NUM_ENDED, END_REPORT, END_OUTCOME = "end/num", "end/report/{}", "end/outcome"
 """Keys: number of ended ranks; report of the n-th ended rank; "all", or why a wait cannot succeed."""
+FIRST_FAILURE = "end/failure"
+"""Key: the error of the rank that failed first."""
 # How often a rank in a barrier checks for ended ranks.
 _END_POLL_SECONDS = 1.0
 

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -121,7 +122,7 @@ class Watchdog:
         self._last_look = -math.inf
         self._has_failed = False
         self._stopped = threading.Event()
-        self._how_left = ""
+        self._is_exiting = False
         self._thread = threading.Thread(target=self._run, name="ignite_dist's watchdog", daemon=True)
         self._thread.start()
         for stopped in [watchdog for watchdog in _running if watchdog._stopped.is_set()]:
@@ -136,12 +137,25 @@ class Watchdog:
         """
         self._endings.meet(rank)
 
+    def report_failure(self, rank: int, error: BaseException) -> None:
+        """Tell the other ranks the ``error`` with which the context of ``rank`` ends."""
+        self._endings.report_failure(rank, error)
+
     def find_cause(self, error: RuntimeError) -> BaseException | None:
-        """An error that names the ranks that have ended or are late; None if ``error`` has another cause."""
+        """An error that names the ranks that have ended, failed or are late; None if it has another cause."""
         waited = _TIMEOUT.search(str(error))
-        return (
-            self._endings.find_cause(error) if waited is None else self._timeout_error(error, int(waited[1]))
-        )
+        if waited is not None:
+            return self._timeout_error(error, int(waited[1]))
+        cause = self._endings.find_cause(error)
+        if isinstance(cause, RankFailedError) and cause.rank not in (self._members(error) or [cause.rank]):
+            return None  # it has failed before, and the call did not need it
+        return cause
+
+    def _members(self, error: RuntimeError) -> Sequence[int]:
+        """The ranks of the call that has failed with ``error``; empty if they are unknown."""
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        waits_in = waiting_frame(frame)
+        return () if waits_in is None else self._model.transport.find_wait(waits_in).ranks
 
     def _timeout_error(self, error: RuntimeError, milliseconds: int) -> BaseException | None:
         """The error that says where the late ranks are; None if the store is lost."""
@@ -171,9 +185,9 @@ class Watchdog:
         late_error.__cause__ = error
         return late_error
 
-    def leave(self, how: str) -> None:
-        """Stop the thread. It first tells the other ranks ``how`` those of this process leave the context."""
-        self._how_left = how
+    def stop_at_exit(self) -> None:
+        """Stop the thread because the process exits. The thread first reports the exit to the other ranks."""
+        self._is_exiting = True
         self.stop()
 
     def stop(self) -> None:
@@ -188,8 +202,8 @@ class Watchdog:
             store = self._oob_store.connection()
             while not self._stopped.wait(min(period, self.threshold.total_seconds() / 4)):
                 self._run_once(store)
-            for rank in self._recorder.logs if self._how_left else ():
-                self._endings.leave(rank, self._how_left)
+            for rank in self._recorder.logs if self._is_exiting else ():
+                self._endings.leave(rank)
         except DistError:  # the rank that serves the store is lost
             return
 
@@ -342,7 +356,7 @@ _running: WeakSet[Watchdog] = WeakSet()
 def _stop_all() -> None:
     """Stop all watchdogs: a thread that uses a store while Python exits may abort the process."""
     for watchdog in list(_running):
-        watchdog.leave("its process has ended")
+        watchdog.stop_at_exit()
 
 
 def _find_cause(error: RuntimeError) -> BaseException | None:
@@ -413,15 +427,14 @@ def _meet_at_end(model: ComputationModel) -> None:
 
 
 def _report_failure(model: ComputationModel) -> None:
-    """Tell the other ranks that this one has failed, unless it has failed because of another one."""
+    """Report this rank's error, unless it is a consequence or an interrupt, or ranks share the process."""
     from ignite_dist.workers.failures import is_consequence
 
     error, recorder = sys.exc_info()[1], recorder_of(model)
-    if error is None or is_consequence(error) or model.ranks_in_process() > 1:
+    if error is None or isinstance(error, KeyboardInterrupt) or is_consequence(error):
         return
-    if recorder is not None and recorder.watchdog is not None:
-        text = connections.last_lines(error).partition("\n")[0]
-        recorder.watchdog.leave(f"it has left its context after {text}")
+    if recorder is not None and recorder.watchdog is not None and model.ranks_in_process() == 1:
+        recorder.watchdog.report_failure(model.get_rank(), error)
 
 
 def _stop(model: ComputationModel) -> None:

@@ -267,7 +267,10 @@ _LOST_PEER = re.compile(
 
 
 def is_consequence(error: BaseException) -> bool:
-    """True if ``error``, or an error in its chain, says that another rank failed or is gone."""
+    """True if ``error``, or an error in its chain, says that another rank failed or is gone.
+
+    Of an exception group, all members must say so.
+    """
     return any(map(_is_about_other_rank, _chain(error)))
 
 
@@ -280,6 +283,9 @@ def _is_about_other_rank(error: BaseException) -> bool:
         return False
     if isinstance(error, (RankFailedError, HostLostError)) or type(error).__name__ == "HorovodInternalError":
         return True
+    members = getattr(error, "exceptions", ()) if hasattr(error, "derive") else ()  # of an exception group
+    if members:
+        return all(map(is_consequence, members))
     text = connections.last_lines(error)
     is_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text)
     return is_torch and _LOST_PEER.search(text) is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -314,15 +316,58 @@ def fails_first() -> str:
             if idist.get_rank() == 0:
                 raise LookupError("no data")
             idist.barrier()
-    except (LookupError, idist.MissingRanksError) as error:
-        return str(error)
+    except (LookupError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
     return "no error"
 
 
 def test_a_failure_before_the_first_collective_is_named() -> None:
     own, of_other = helpers.run_ranks(fails_first)
-    assert own == "no data"
-    assert "Rank 0 did not come: it has left its context after LookupError: no data (pid " in of_other
+    assert own == "LookupError: no data"
+    assert of_other.startswith("RankFailedError: Rank 0 raised LookupError; its traceback:")
+    assert "in fails_first" in of_other and "LookupError: no data" in of_other
+
+
+def fails_because_of_another() -> str:
+    """Rank 0 dies; rank 1 fails because of it, and rank 2 comes after that."""
+    try:
+        with idist.Parallel("gloo"):
+            pair = idist.new_group([1, 2])
+            if idist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if idist.get_rank() == 1:
+                idist.all_reduce(1)
+            idist.all_reduce(1, group=pair)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_consequence_is_not_named_as_the_cause() -> None:
+    of_others = [one.result for one in helpers.end_of_ranks(fails_because_of_another, world_size=3)[1:]]
+    assert all("by peer" in text for text in of_others), of_others
+
+
+def leaves_the_others_alone() -> str:
+    """Rank 0 fails and is not needed. Then rank 1 dies."""
+    try:
+        with idist.Parallel("gloo"):
+            pair = idist.new_group([1, 2])
+            if idist.get_rank() == 0:
+                raise LookupError("no data")
+            assert idist.all_reduce(1, group=pair) == 2
+            if idist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            idist.all_reduce(1, group=pair)
+    except (LookupError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_rank_that_was_not_needed_is_not_named() -> None:
+    first, _, last = helpers.end_of_ranks(leaves_the_others_alone, world_size=3)
+    assert first.result.startswith("LookupError: no data")
+    assert "rank 1 (pid " in last.result and "no data" not in last.result
 
 
 SCRIPT = """

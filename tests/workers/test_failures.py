@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import ctypes
 import itertools
 import os
@@ -394,14 +395,27 @@ def _raised_from(error: Exception) -> Exception:
         return raised
 
 
-@pytest.mark.parametrize("consequence", [GLOO, STORE, NCCL, HEARD, _raised_from(GLOO)], ids=repr)
+def _group(*errors: Exception) -> Exception:
+    group: Any = getattr(builtins, "ExceptionGroup", None)  # from Python 3.11 on
+    grouped: Exception = errors[0] if group is None else group("of an asyncio.TaskGroup", errors)
+    return grouped
+
+
+def test_a_group_with_an_own_error_is_no_consequence() -> None:
+    assert not failure_of(_group(ValueError("boom"), GLOO)).is_consequence
+
+
+CONSEQUENCES = [GLOO, STORE, NCCL, HEARD, _raised_from(GLOO), _group(GLOO, STORE)]
+
+
+@pytest.mark.parametrize("consequence", CONSEQUENCES, ids=repr)
 def test_what_tells_of_another_is_a_consequence_even_if_it_came_first(consequence: Exception) -> None:
     message = str(error_of([_failed(0, consequence, 1.0), _failed(1, ValueError("boom"), 2.0)]))
     assert message.startswith("Rank 1 (pid 101 on here) failed first. Its traceback:")
     assert "\nRank 0 failed after it: " in message
 
 
-@pytest.mark.parametrize("consequence", [GLOO, STORE, NCCL, HEARD, _raised_from(GLOO)], ids=repr)
+@pytest.mark.parametrize("consequence", CONSEQUENCES, ids=repr)
 def test_where_there_are_consequences_only_the_first_of_them_is_reported(consequence: Exception) -> None:
     error = error_of([_failed(0, consequence, 2.0), _failed(1, consequence, 1.0)])
     assert (error.rank, error.error_type) == (1, type(consequence).__name__)

@@ -386,11 +386,12 @@ class Workers:
         while self._running():
             are_ending = len(self._busy()) < len(self._running())
             seconds = self._grace_seconds if are_ending else min(TERMINATE_SECONDS, self._grace_seconds)
-            if (left := start + seconds - time.monotonic()) <= 0:
-                text = "Workers had not ended %g s after the failure (%s), and are ended now: ranks %s"
-                _logger.warning(text, seconds, GRACE_VARIABLE, self._running_ranks())
+            self._read(max(0.0, left := start + seconds - time.monotonic()))
+            if left <= 0 and self._running():
+                variable = f" ({GRACE_VARIABLE})" if are_ending else ""
+                text = "Workers had %g s to end after a failure%s, and are ended now: ranks %s"
+                _logger.warning(text, seconds, variable, self._running_ranks())
                 break
-            self._read(left)
 
     @staticmethod
     def _send(number: int, workers: list[RunningWorker]) -> None:

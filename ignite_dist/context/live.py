@@ -23,7 +23,7 @@ begin_hooks: list[Callable[[ComputationModel], None]] = []
 before_end_hooks: list[Callable[[ComputationModel], None]] = []
 """Hooks called before a context ends after success. If a hook raises, the context stays live."""
 failure_hooks: list[Callable[[ComputationModel], None]] = []
-"""Hooks called before a context ends after a failure of this rank, while its error is being handled."""
+"""Hooks called before a context ends after a failure of this rank. Its error may be handled meanwhile."""
 end_hooks: list[Callable[[ComputationModel], None]] = []
 """Hooks called when a context ends, whatever code ends it."""
 # Guards writes of _model: threads that find a context at the same time must share one model, which owns the
@@ -301,14 +301,16 @@ def abort() -> None:
     """
     from ignite_dist.workers import torchelastic
 
-    with torchelastic.report_to_torchrun(sys.exc_info()[1]):
-        model = current_model()
-        try:
-            _call_hooks(failure_hooks, model)  # before the connections close and the peers notice
-        finally:
-            model.abort()
-    _call_hooks(end_hooks, model)
-    _forget(model)
+    model = current_model()
+    try:
+        with torchelastic.report_to_torchrun(sys.exc_info()[1]):
+            try:
+                _call_hooks(failure_hooks, model)  # before the connections close and the peers notice
+            finally:
+                model.abort()
+    finally:
+        _call_hooks(end_hooks, model)
+        _forget(model)
 
 
 def _forget(model: ComputationModel) -> None:

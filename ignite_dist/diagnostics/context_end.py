@@ -249,7 +249,10 @@ class Endings:
     # --- in a rank whose collective has failed -----------------------------------------------------------
 
     def find_cause(self, error: RuntimeError) -> BaseException | None:
-        """The error that names the rank whose end or failure has caused ``error``; None if there is none."""
+        """The error that names ended ranks, or the rank that failed first; None if there is none.
+
+        ``error`` becomes its cause: another rank may have been lost since that failure.
+        """
         from ignite_dist.workers.failures import is_consequence
 
         if not is_consequence(error):
@@ -258,6 +261,8 @@ class Endings:
         if explanation is None:
             return None
         if failure := explanation.get("failure"):
+            if type(error).__name__ == "HorovodInternalError":  # which elastic scripts catch
+                return None
             rank, error_type, text, host = failure
             failed = RankFailedError(rank, error_type, text, host=host)
             failed.__cause__ = error

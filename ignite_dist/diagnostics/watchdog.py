@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -142,20 +141,11 @@ class Watchdog:
         self._endings.report_failure(rank, error)
 
     def find_cause(self, error: RuntimeError) -> BaseException | None:
-        """An error that names the ranks that have ended, failed or are late; None if it has another cause."""
+        """An error that names the ranks that have failed, ended or are late; None if none is known."""
         waited = _TIMEOUT.search(str(error))
-        if waited is not None:
-            return self._timeout_error(error, int(waited[1]))
-        cause = self._endings.find_cause(error)
-        if isinstance(cause, RankFailedError) and cause.rank not in (self._members(error) or [cause.rank]):
-            return None  # it has failed before, and the call did not need it
-        return cause
-
-    def _members(self, error: RuntimeError) -> Sequence[int]:
-        """The ranks of the call that has failed with ``error``; empty if they are unknown."""
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        waits_in = waiting_frame(frame)
-        return () if waits_in is None else self._model.transport.find_wait(waits_in).ranks
+        return (
+            self._endings.find_cause(error) if waited is None else self._timeout_error(error, int(waited[1]))
+        )
 
     def _timeout_error(self, error: RuntimeError, milliseconds: int) -> BaseException | None:
         """The error that says where the late ranks are; None if the store is lost."""

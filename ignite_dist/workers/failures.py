@@ -271,10 +271,15 @@ def is_consequence(error: BaseException) -> bool:
 
     Of an exception group, all members must say so.
     """
-    return any(map(_is_about_other_rank, _chain(error)))
+    return _is_consequence(error, set())
 
 
-def _is_about_other_rank(error: BaseException) -> bool:
+def _is_consequence(error: BaseException, seen: set[int]) -> bool:
+    """See :func:`is_consequence`. ``seen`` has the ids of errors that are not asked again."""
+    return any(_is_about_other_rank(link, seen) for link in _chain(error, seen))
+
+
+def _is_about_other_rank(error: BaseException, seen: set[int]) -> bool:
     """True if ``error`` itself says that another rank failed or is gone.
 
     Never true for an ``OSError``: the user's own connection, to a database for example, may be the cause.
@@ -285,15 +290,17 @@ def _is_about_other_rank(error: BaseException) -> bool:
         return True
     members = getattr(error, "exceptions", ()) if hasattr(error, "derive") else ()  # of an exception group
     if members:
-        return all(map(is_consequence, members))
+        return all(_is_consequence(member, set(seen)) for member in members)
     text = connections.last_lines(error)
     is_torch = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in text)
     return is_torch and _LOST_PEER.search(text) is not None
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error``, its cause, the cause's cause and so on: user code may have wrapped a library's error."""
-    seen: set[int] = set()
+def _chain(error: BaseException, seen: set[int]) -> Iterator[BaseException]:
+    """``error``, its cause, the cause's cause and so on: user code may have wrapped a library's error.
+
+    Ends before an error that has been ``seen``, and adds to these.
+    """
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         yield link

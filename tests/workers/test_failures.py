@@ -401,11 +401,26 @@ def _group(*errors: Exception) -> Exception:
     return grouped
 
 
-def test_a_group_with_an_own_error_is_no_consequence() -> None:
-    assert not failure_of(_group(ValueError("boom"), GLOO)).is_consequence
+def _unwrapped(error: Exception) -> Exception:
+    """``error`` as raised by a script that unwraps its group."""
+    try:
+        try:
+            raise _group(error)
+        except Exception:
+            raise error  # noqa: B904
+    except Exception as raised:
+        return raised
 
 
-CONSEQUENCES = [GLOO, STORE, NCCL, HEARD, _raised_from(GLOO), _group(GLOO, STORE)]
+@pytest.mark.parametrize("own", [_group(ValueError("boom"), GLOO), _unwrapped(ValueError("boom"))], ids=repr)
+def test_an_own_error_in_a_group_is_no_consequence(own: Exception) -> None:
+    assert not failure_of(own).is_consequence
+
+
+CONSEQUENCES = [
+    *(GLOO, STORE, NCCL, HEARD, _raised_from(GLOO), _unwrapped(GLOO)),
+    *(_group(GLOO, STORE), _group(_raised_from(GLOO), _raised_from(GLOO))),
+]
 
 
 @pytest.mark.parametrize("consequence", CONSEQUENCES, ids=repr)

@@ -33,7 +33,7 @@ COLLECTIVES = (*_BY_DEFAULT, "reduce_scatter", "all_to_all")
 
 # Time for our calls and the raw calls of one collective at one size. Slow calls take longer (_MIN_ROUNDS).
 _ROW_SECONDS = 0.3
-# On a busy machine, a call may take a thousand times longer than the probe that has set the number of calls.
+# A measurement ends after this time if calls have become slower than those that set their number.
 _LONGEST_ROW_SECONDS = 1.0
 _MIN_ROUNDS, _ROUNDS, _MAX_CALLS = 3, 25, 100
 _NUMBERS: dict[str, Any] = {f"metric {i}": i / 7 for i in range(20)}

@@ -23,7 +23,7 @@ begin_hooks: list[Callable[[ComputationModel], None]] = []
 before_end_hooks: list[Callable[[ComputationModel], None]] = []
 """Hooks called before a context ends after success. If a hook raises, the context stays live."""
 failure_hooks: list[Callable[[ComputationModel], None]] = []
-"""Hooks called before a context ends after a failure of this rank. Its error may be handled meanwhile."""
+"""Hooks called when this rank has failed, before its connections close; often while the error is handled."""
 end_hooks: list[Callable[[ComputationModel], None]] = []
 """Hooks called when a context ends, whatever code ends it."""
 # Guards writes of _model: threads that find a context at the same time must share one model, which owns the

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed import DistError, Store
 
@@ -33,7 +33,7 @@ from ignite_dist.diagnostics.out_of_band import (
     collect_reports,
     report_wait,
 )
-from ignite_dist.errors import MissingRanksError, RankFailedError
+from ignite_dist.errors import DistributedError, MissingRanksError, RankFailedError
 from ignite_dist.internals.call_sites import site_of, users_frame
 from ignite_dist.internals.ranks import describe_ranks
 
@@ -64,6 +64,20 @@ class _Ended:
     calls: Mapping[str, int | None]
     where: str
     seen: float = field(default_factory=time.monotonic)  # when this process read the report
+
+
+class _Reports(NamedTuple):
+    """What the ranks have written to the store about their ends.
+
+    Attributes:
+        explanation: the explanation of a wait that cannot succeed.
+        failure: arguments of the first failure's ``RankFailedError``. None if it is this process's own.
+        left: how ranks have exited without ``finalize()``, by rank.
+    """
+
+    explanation: Mapping[str, Any] | None
+    failure: Mapping[str, Any] | None
+    left: Mapping[int, str]
 
 
 class Endings:
@@ -106,10 +120,15 @@ class Endings:
                 self._report_end(self._oob_store.connection(), rank, has_left=True)
 
     def report_failure(self, rank: int, error: BaseException) -> None:
-        """Report the ``error`` with which the context of ``rank`` ends, if no rank has failed before."""
+        """Report the error because of which ``rank`` ends its context, if no rank has failed before."""
         from ignite_dist.workers.failures import text_of
 
-        failure = [rank, type(error).__name__, text_of(error, error.__traceback__), socket.gethostname()]
+        failure = {
+            "rank": rank,
+            "error_type": type(error).__name__,
+            "traceback": text_of(error, error.__traceback__),
+            "host": socket.gethostname(),
+        }
         self._in_time(lambda store: store.compare_set(FIRST_FAILURE, "", json.dumps(failure)))
 
     def _report_end(self, store: Store, rank: int, has_left: bool) -> None:
@@ -249,47 +268,42 @@ class Endings:
     # --- in a rank whose collective has failed -----------------------------------------------------------
 
     def find_cause(self, error: RuntimeError) -> BaseException | None:
-        """The error that names ended ranks, or the rank that failed first; None if there is none.
-
-        ``error`` becomes its cause: another rank may have been lost since that failure.
-        """
+        """An error that names the ended ranks or the rank that failed first; None if none is known."""
         from ignite_dist.workers.failures import is_consequence
 
         if not is_consequence(error):
             return None
-        explanation = self._explanation or self._in_time(self._read_explanation)
-        if explanation is None:
+        own = self._explanation
+        reports = self._in_time(self._read_reports) if own is None else _Reports(own, None, {})
+        if reports is None:
             return None
-        if failure := explanation.get("failure"):
-            if type(error).__name__ == "HorovodInternalError":  # which elastic scripts catch
-                return None
-            rank, error_type, text, host = failure
-            failed = RankFailedError(rank, error_type, text, host=host)
-            failed.__cause__ = error
-            return failed
-        where = {int(rank): how for rank, how in explanation["where"].items()}
-        cause = MissingRanksError(explanation["text"], explanation["ranks"], where)
-        # After an early finalize(), this error is the root cause. With a connection error as __cause__,
-        # is_consequence() would be True.
-        cause.__cause__ = error if explanation.get("has_left") else None
+        if reports.explanation is not None:
+            ranks, where = reports.explanation["ranks"], reports.explanation["where"]
+            where = {int(rank): how for rank, how in where.items()}
+            # After an early finalize(), this error is the root cause. With a connection error as __cause__,
+            # is_consequence() would be True.
+            return MissingRanksError(reports.explanation["text"], ranks, where)
+        cause: DistributedError | None = None
+        # Elastic scripts catch Horovod's error.
+        if reports.failure is not None and type(error).__name__ != "HorovodInternalError":
+            cause = RankFailedError(**reports.failure)
+        elif reports.left:
+            ranks, where = sorted(reports.left), reports.left
+            text = f"{describe_ranks(ranks).capitalize()} did not come: {'; '.join(where.values())}."
+            cause = MissingRanksError(text, ranks, where)
+        if cause is not None:
+            cause.__cause__ = error  # another rank may have been lost since
         return cause
 
-    def _read_explanation(self, store: Store) -> dict[str, Any] | None:
-        if store.check([END_OUTCOME]) and (outcome := store.get(END_OUTCOME)) != b"all":
-            explanation: dict[str, Any] = json.loads(outcome)
-            return explanation
-        if store.check([FIRST_FAILURE]):
-            failure = json.loads(store.get(FIRST_FAILURE))
-            if failure[0] not in self._recorder.logs:  # a rank of this process
-                return {"failure": failure}
+    def _read_reports(self, store: Store) -> _Reports:
+        outcome = store.get(END_OUTCOME) if store.check([END_OUTCOME]) else b"all"
+        failure = json.loads(store.get(FIRST_FAILURE)) if store.check([FIRST_FAILURE]) else None
         self._read(store)
-        left = [report for report in self._ended if report.has_left]
-        if not left:
-            return None
-        ranks = sorted(report.rank for report in left)
-        where = {report.rank: report.where for report in left}
-        text = f"{describe_ranks(ranks).capitalize()} did not come: {'; '.join(where.values())}."
-        return {"ranks": ranks, "where": where, "text": text, "has_left": True}
+        return _Reports(
+            None if outcome == b"all" else json.loads(outcome),
+            None if failure is None or failure["rank"] in self._recorder.logs else failure,
+            {report.rank: report.where for report in self._ended if report.has_left},
+        )
 
     def _in_time(self, request: Callable[[Store], _Answer]) -> _Answer | None:
         """The answer to ``request``. None if the store does not answer: its host may be lost."""

@@ -117,7 +117,7 @@ class Watchdog(Protocol):
         """
 
     def report_failure(self, rank: int, error: BaseException) -> None:
-        """Tell the other ranks the ``error`` with which the context of ``rank`` ends."""
+        """Tell the other ranks the error because of which ``rank`` ends its context."""
 
     def stop(self) -> None:
         """Stop the thread."""

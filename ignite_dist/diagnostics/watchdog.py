@@ -137,7 +137,7 @@ class Watchdog:
         self._endings.meet(rank)
 
     def report_failure(self, rank: int, error: BaseException) -> None:
-        """Tell the other ranks the ``error`` with which the context of ``rank`` ends."""
+        """Tell the other ranks the error because of which ``rank`` ends its context."""
         self._endings.report_failure(rank, error)
 
     def find_cause(self, error: RuntimeError) -> BaseException | None:

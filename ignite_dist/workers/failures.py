@@ -269,13 +269,16 @@ _LOST_PEER = re.compile(
 def is_consequence(error: BaseException) -> bool:
     """True if ``error``, or an error in its chain, says that another rank failed or is gone.
 
-    Of an exception group, all members must say so.
+    An exception group says so if all of its members do.
     """
     return _is_consequence(error, set())
 
 
 def _is_consequence(error: BaseException, seen: set[int]) -> bool:
-    """See :func:`is_consequence`. ``seen`` has the ids of errors that are not asked again."""
+    """See :func:`is_consequence`. ``seen`` has the ids of the errors that the search has visited.
+
+    It ends there: if a script raises a member of a group again, the group is the member's context.
+    """
     return any(_is_about_other_rank(link, seen) for link in _chain(error, seen))
 
 
@@ -299,7 +302,7 @@ def _is_about_other_rank(error: BaseException, seen: set[int]) -> bool:
 def _chain(error: BaseException, seen: set[int]) -> Iterator[BaseException]:
     """``error``, its cause, the cause's cause and so on: user code may have wrapped a library's error.
 
-    Ends before an error that has been ``seen``, and adds to these.
+    Ends before an error whose id is in ``seen``. Adds the ids of the others to it.
     """
     link: BaseException | None = error
     while link is not None and id(link) not in seen:

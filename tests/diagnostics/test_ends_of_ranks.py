@@ -349,6 +349,24 @@ def test_a_consequence_is_not_named_as_the_cause() -> None:
     assert not any(text.startswith("RankFailedError") for text in of_others), of_others
 
 
+def ends_its_context_in_except(local_rank: int) -> str:
+    idist.barrier()
+    try:
+        if idist.get_rank() == 0:
+            raise LookupError("no data")
+        idist.all_reduce(1)
+    except (LookupError, RuntimeError) as error:
+        idist.finalize()
+        return type(error).__name__
+    return "no error"
+
+
+@pytest.mark.horovod
+def test_horovod_keeps_the_error_that_elastic_scripts_catch() -> None:
+    of_ranks = idist.spawn("horovod", ends_its_context_in_except, nproc_per_node=2)
+    assert of_ranks == ["LookupError", "HorovodInternalError"]
+
+
 SCRIPT = """
     import sys
     import torch

@@ -49,7 +49,7 @@ kept: list[Any] = []  # in a global: nothing closes what is here
 
 @pytest.fixture(autouse=True)
 def whole_exit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers end as their interpreter does, and may take their time on a busy machine."""
+    """Workers end as Python does outside of the tests, and have 200 s for it on a busy machine."""
     for name, value in {**WHOLE_EXIT, "IGNITE_DIST_GRACE_SECONDS": "200"}.items():
         monkeypatch.setenv(name, value)
 
@@ -428,7 +428,7 @@ def _fails_or_works(rank: int, folder: Path, how: str) -> None:
 def test_a_rank_that_still_works_ends_as_python_does(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processes, "TERMINATE_SECONDS", 100.0)  # for its finally, on a busy machine
+    monkeypatch.setattr(processes, "TERMINATE_SECONDS", 100.0)  # for its `finally` block on a busy machine
     with pytest.raises(idist.RankFailedError, match="no data") as caught:
         spawn(_fails_or_works, tmp_path, "waits", start_method=method)
     assert "KeyboardInterrupt" not in str(caught.value)

@@ -396,13 +396,13 @@ def _raised_from(error: Exception) -> Exception:
 
 
 def _group(*errors: Exception) -> Exception:
-    group: Any = getattr(builtins, "ExceptionGroup", None)  # from Python 3.11 on
+    group: Any = getattr(builtins, "ExceptionGroup", None)  # Python 3.10 has none
     grouped: Exception = errors[0] if group is None else group("of an asyncio.TaskGroup", errors)
     return grouped
 
 
 def _unwrapped(error: Exception) -> Exception:
-    """``error`` as raised by a script that unwraps its group."""
+    """``error``, raised by a script that has caught its group and raises the member alone."""
     try:
         try:
             raise _group(error)

@@ -349,9 +349,8 @@ class Workers:
             pass  # the second one: do not wait
         finally:
             if self._running():
-                _logger.warning(
-                    "The workers had not ended, and are ended now: ranks %s", self._running_ranks()
-                )
+                ranks = self._running_ranks()
+                _logger.warning("The workers had not ended, and are ended now: ranks %s", ranks)
             self.terminate()
 
     def terminate(self) -> None:
@@ -386,7 +385,8 @@ class Workers:
         while self._running():
             are_ending = len(self._busy()) < len(self._running())
             seconds = self._grace_seconds if are_ending else min(TERMINATE_SECONDS, self._grace_seconds)
-            self._read(max(0.0, left := start + seconds - time.monotonic()))
+            left = start + seconds - time.monotonic()
+            self._read(max(0.0, left))
             if left <= 0 and self._running():
                 variable = f" ({GRACE_VARIABLE})" if are_ending else ""
                 text = "Workers had %g s to end after a failure%s, and are ended now: ranks %s"

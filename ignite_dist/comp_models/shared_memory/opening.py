@@ -18,14 +18,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
-from ignite_dist.comp_models.shared_memory.segment import (
-    PAGE_BYTES,
-    Peer,
-    Segment,
-    segment_bytes,
-    start_time,
-)
+from ignite_dist.comp_models.shared_memory.segment import PAGE_BYTES, Segment, segment_bytes
 from ignite_dist.errors import CollectiveMismatchError, EnvironmentVariablesError, without_link
+from ignite_dist.internals.processes import Peer, start_time
 from ignite_dist.internals.ranks import describe_by_rank
 
 VARIABLE = "IGNITE_DIST_SHARED_MEMORY"

@@ -26,6 +26,7 @@ from torch.distributed import DistBackendError
 from ignite_dist.comp_models.work import begun_call, place_of
 from ignite_dist.errors import CollectiveMismatchError
 from ignite_dist.internals.call_sites import users_frame
+from ignite_dist.internals.processes import Peer
 from ignite_dist.internals.ranks import describe_by_rank
 
 _logger = logging.getLogger(__name__)
@@ -92,42 +93,6 @@ def do_nothing(*_: object) -> None:
 
 class EarlierCallError(Exception):
     """Other ranks are still in an earlier call, which this rank has left, for example by an interrupt."""
-
-
-class Peer(NamedTuple):
-    """The process of a rank.
-
-    Attributes:
-        rank: its rank.
-        pid: its number on this machine.
-        start: when the process started, see :func:`start_time`.
-    """
-
-    rank: int
-    pid: int
-    start: str
-
-    @property
-    def who(self) -> str:
-        """The rank and the process, for messages."""
-        return f"rank {self.rank} (pid {self.pid})"
-
-    def has_ended(self) -> bool:
-        """True once the process has ended."""
-        try:
-            return start_time(self.pid) != self.start
-        except OSError:  # this process has no free file descriptor
-            return False
-
-
-def start_time(pid: int) -> str | None:
-    """When the process started, which tells it from a later one with its number; None if it has ended."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            state, *fields = file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if state in "ZX" else fields[18]
 
 
 class Segment:

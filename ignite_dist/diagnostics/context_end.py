@@ -23,6 +23,13 @@ from torch.distributed import DistError, Store
 
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.transport import Wait
+from ignite_dist.diagnostics.ended_processes import (
+    add_process,
+    failure_of,
+    find_ended,
+    first_rank,
+    mark_consequence,
+)
 from ignite_dist.diagnostics.flight_recorder import Recorder
 from ignite_dist.diagnostics.out_of_band import (
     END_OUTCOME,
@@ -35,6 +42,7 @@ from ignite_dist.diagnostics.out_of_band import (
 )
 from ignite_dist.errors import DistributedError, MissingRanksError, RankFailedError
 from ignite_dist.internals.call_sites import site_of, users_frame
+from ignite_dist.internals.processes import Peer
 from ignite_dist.internals.ranks import describe_ranks
 
 _logger = logging.getLogger(__name__)
@@ -53,6 +61,9 @@ _FIRST_POLL_SECONDS, _POLL_SECONDS, _POLLS_PER_SECOND = 0.0005, 0.1, 10_000
 _ALIVE_CHECK_SECONDS = 300.0
 # A rank that has failed, or whose collective has failed, waits this long for the store.
 _STORE_SECONDS = 2.0
+# A rank whose collective has failed waits this long for a report, or for the end of another rank's process.
+# The system closes the connections of a process shortly before the process has ended.
+_REPORT_SECONDS, _FIRST_REPORT_POLL_SECONDS = 1.0, 0.005
 
 
 @dataclass
@@ -93,6 +104,15 @@ class Endings:
         self._reading_lock = threading.Lock()
         self._explanation: dict[str, Any] | None = None  # the explanation of a wait that cannot succeed
         self._cpu_times: dict[int, str] = {}
+        self._first_rank: Peer | None = None  # if its process is on this machine; it may serve the store
+
+    def introduce(self, store: Store, rank: int) -> None:
+        """Tell the other ranks the process of ``rank``."""
+        add_process(store, rank)
+
+    def find_first_rank(self, store: Store) -> None:
+        """Remember the process of rank 0, which cannot be asked for once rank 0 has ended with the store."""
+        self._first_rank = self._first_rank or first_rank(store)
 
     # --- in a rank that ends its context ---------------------------------------------------------------
 
@@ -119,10 +139,16 @@ class Endings:
             with suppress(DistError):
                 self._report_end(self._oob_store.connection(), rank, has_left=True)
 
-    def report_failure(self, rank: int, error: BaseException) -> None:
-        """Report the error because of which ``rank`` ends its context, if no rank has failed before."""
-        from ignite_dist.workers.failures import text_of
+    def report_failure(self, rank: int, error: BaseException | None) -> None:
+        """Report the error because of which ``rank`` ends its context, if no rank has failed before.
 
+        If the error is an interrupt or another rank's, report only that the process of ``rank`` may end.
+        """
+        from ignite_dist.workers.failures import is_consequence, text_of
+
+        if error is None or isinstance(error, KeyboardInterrupt) or is_consequence(error):
+            self._in_time(lambda store: mark_consequence(store, rank))
+            return
         failure = {
             "rank": rank,
             "error_type": type(error).__name__,
@@ -273,8 +299,14 @@ class Endings:
 
         if not is_consequence(error):
             return None
+        is_for_elastic = type(error).__name__ == "HorovodInternalError"  # elastic scripts catch it
         own = self._explanation
-        reports = self._in_time(self._read_reports) if own is None else _Reports(own, None, {})
+        if own is not None:
+            reports: _Reports | None = _Reports(own, None, {})
+        elif is_for_elastic:
+            reports = self._in_time(self._read_reports)
+        else:
+            reports = self._in_time(self._wait_for_reports) or self._report_of_lost_store()
         if reports is None:
             return None
         if reports.explanation is not None:
@@ -284,8 +316,7 @@ class Endings:
             # is_consequence() would be True.
             return MissingRanksError(reports.explanation["text"], ranks, where)
         cause: DistributedError | None = None
-        # Elastic scripts catch Horovod's error.
-        if reports.failure is not None and type(error).__name__ != "HorovodInternalError":
+        if reports.failure is not None and not is_for_elastic:
             cause = RankFailedError(**reports.failure)
         elif reports.left:
             ranks, where = sorted(reports.left), reports.left
@@ -294,6 +325,26 @@ class Endings:
         if cause is not None:
             cause.__cause__ = error  # another rank may have been lost since
         return cause
+
+    def _wait_for_reports(self, store: Store) -> _Reports:
+        """The reports as soon as there is one, also about a process that has ended without one."""
+        deadline, period = time.monotonic() + _REPORT_SECONDS, _FIRST_REPORT_POLL_SECONDS
+        while True:
+            reports = self._read_reports(store)
+            if reports.explanation or reports.failure or time.monotonic() > deadline:
+                return reports
+            ended = find_ended(store)
+            if ended is not None:
+                store.compare_set(FIRST_FAILURE, "", json.dumps(failure_of(ended)))  # also for other machines
+            elif reports.left:
+                return reports
+            time.sleep(period)
+            period = min(2 * period, _POLL_SECONDS)
+
+    def _report_of_lost_store(self) -> _Reports | None:
+        """The report about rank 0 if its process has ended, and the store with it."""
+        first = self._first_rank
+        return _Reports(None, failure_of(first), {}) if first is not None and first.has_ended() else None
 
     def _read_reports(self, store: Store) -> _Reports:
         outcome = store.get(END_OUTCOME) if store.check([END_OUTCOME]) else b"all"

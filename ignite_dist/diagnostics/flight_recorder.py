@@ -116,8 +116,8 @@ class Watchdog(Protocol):
             RankFailedError: another rank waits in a collective that ``rank`` has not called.
         """
 
-    def report_failure(self, rank: int, error: BaseException) -> None:
-        """Tell the other ranks the error because of which ``rank`` ends its context."""
+    def report_failure(self, rank: int, error: BaseException | None) -> None:
+        """Tell the other ranks that ``rank`` ends its context, and ``error`` if it is the rank's own."""
 
     def stop(self) -> None:
         """Stop the thread."""

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -64,7 +65,7 @@ from ignite_dist.diagnostics.out_of_band import (
 from ignite_dist.diagnostics.thread_stacks import Line, stacks_of_threads
 from ignite_dist.environments.rendezvous import connections
 from ignite_dist.errors import DistributedError, RankFailedError
-from ignite_dist.internals.call_sites import users_frame
+from ignite_dist.internals.call_sites import site_of, users_frame
 from ignite_dist.internals.ranks import describe_ranks
 
 _logger = logging.getLogger(__name__)
@@ -114,7 +115,9 @@ class Watchdog:
         self._oob_store = oob_store
         self._world_size = model.get_world_size()
         self._endings = Endings(model, recorder, oob_store)
-        self._num_answered = oob_store.connection().add("asked", 0)
+        store = oob_store.connection()
+        self._num_answered = store.add("asked", 0)
+        self._endings.introduce(store, model.get_rank())  # before the rank can end
         self._waits: dict[tuple[int, int], _ObservedWait] = {}  # by rank and thread
         # Where each thread waited at the last look, and since which look; by rank and thread.
         self._seen: dict[tuple[int, int], tuple[_Place, float]] = {}
@@ -136,8 +139,8 @@ class Watchdog:
         """
         self._endings.meet(rank)
 
-    def report_failure(self, rank: int, error: BaseException) -> None:
-        """Tell the other ranks the error because of which ``rank`` ends its context."""
+    def report_failure(self, rank: int, error: BaseException | None) -> None:
+        """Tell the other ranks that ``rank`` ends its context, and ``error`` if it is the rank's own."""
         self._endings.report_failure(rank, error)
 
     def find_cause(self, error: RuntimeError) -> BaseException | None:
@@ -171,7 +174,8 @@ class Watchdog:
             else f"did not come to {place_of(frame)}, where {waited}"
         )
         what += ". If this may take longer, pass timeout= to initialize, spawn or Parallel"
-        late_error = missing_ranks_error(late or others, what, reports)
+        missing = late or _named_ranks(error) or _ranks_elsewhere(frame, reports) or others
+        late_error = missing_ranks_error(missing, what, reports)
         late_error.__cause__ = error
         return late_error
 
@@ -204,6 +208,7 @@ class Watchdog:
             DistError: the store is lost.
         """
         try:
+            self._endings.find_first_rank(store)
             self._answer(store)
             self._check_waits(store)
         except DistError:
@@ -337,6 +342,17 @@ class Watchdog:
         return report_of(log, next(iter(frames.values()), None), is_waiting=False, seconds=0.0)
 
 
+def _named_ranks(error: RuntimeError) -> list[int]:
+    """The ranks that an error of shared memory names: it knows who has not come. Empty for other errors."""
+    return [int(number) for number in re.findall(r"rank (\d+) \(pid ", str(error))]
+
+
+def _ranks_elsewhere(frame: FrameType, reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """The ranks that do not wait at the place of ``frame``: they wait in another call."""
+    own_site = site_of(users_frame(frame))
+    return [rank for rank, report in reports.items() if report["site"] != own_site]
+
+
 # --- starting and ending -----------------------------------------------------------------------------------
 
 _running: WeakSet[Watchdog] = WeakSet()
@@ -402,10 +418,11 @@ def _meet_at_end(model: ComputationModel) -> None:
     finish_timeline(model, has_failed=False)
     try:
         announce(model, END_OF_CONTEXT, model.groups.world, Completed)
-    except DistributedError:
-        raise
-    except RuntimeError:
-        pass  # a rank is lost: model.meet_at_end() reports this
+    except RuntimeError as error:
+        is_killed = isinstance(error, RankFailedError) and not error.error_type
+        if isinstance(error, DistributedError) and not is_killed:
+            raise
+        # A rank is lost: model.meet_at_end() reports this.
     recorder = recorder_of(model)
     if recorder is None or recorder.watchdog is None or model.finds_early_ends or model.get_world_size() == 1:
         return
@@ -417,14 +434,10 @@ def _meet_at_end(model: ComputationModel) -> None:
 
 
 def _report_failure(model: ComputationModel) -> None:
-    """Report this rank's error, unless it is a consequence or an interrupt, or ranks share the process."""
-    from ignite_dist.workers.failures import is_consequence
-
-    error, recorder = sys.exc_info()[1], recorder_of(model)
-    if error is None or isinstance(error, KeyboardInterrupt) or is_consequence(error):
-        return
+    """Tell the other ranks why the context of this rank ends, unless ranks share the process."""
+    recorder = recorder_of(model)
     if recorder is not None and recorder.watchdog is not None and model.ranks_in_process() == 1:
-        recorder.watchdog.report_failure(model.get_rank(), error)
+        recorder.watchdog.report_failure(model.get_rank(), sys.exc_info()[1])
 
 
 def _stop(model: ComputationModel) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import helpers
 import ignite_dist as idist
+from ignite_dist.diagnostics.watchdog import _running
 from warm_client import WHOLE_EXIT
 
 # Longer than a watchdog takes to be sure that a wait cannot end.
@@ -345,8 +346,78 @@ def fails_because_of_another() -> str:
 
 def test_a_consequence_is_not_named_as_the_cause() -> None:
     of_others = [one.result for one in helpers.end_of_ranks(fails_because_of_another, world_size=3)[1:]]
-    assert all("peer" in text for text in of_others), of_others
-    assert not any(text.startswith("RankFailedError") for text in of_others), of_others
+    assert all(text.startswith("RankFailedError: Rank 0 (pid ") for text in of_others), of_others
+    assert all(" has ended without a report of an error" in text for text in of_others), of_others
+
+
+def loses(ended: int, num_calls: int) -> str:
+    """The rank ``ended`` is killed in the call after ``num_calls``. The first call tests shared memory."""
+    try:
+        with idist.Parallel("gloo"):
+            for _ in range(num_calls):
+                idist.all_reduce(1)
+            if idist.get_rank() == ended:
+                os.kill(os.getpid(), signal.SIGKILL)
+            idist.all_reduce(1)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("num_calls", [0, 2])
+@pytest.mark.parametrize("ended", [0, 1])
+@pytest.mark.parametrize("shared_memory", ["", "0"])
+def test_a_process_that_is_killed_is_named(
+    shared_memory: str, ended: int, num_calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("IGNITE_DIST_SHARED_MEMORY", shared_memory)
+    of_other = helpers.end_of_ranks(loses, ended, num_calls)[1 - ended].result
+    assert of_other.startswith(f"RankFailedError: Rank {ended} (pid "), of_other
+
+
+def loses_the_store(folder: Path) -> str:
+    """Rank 0, which serves the store, is killed as soon as rank 1 knows its process."""
+    with idist.Parallel("gloo"):
+        if idist.get_rank() == 0:
+            while not (folder / "known").exists():
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGKILL)
+        (watchdog,) = _running
+        while watchdog._endings._first_rank is None:
+            time.sleep(0.02)
+        (folder / "known").touch()
+        with pytest.raises(idist.RankFailedError) as info:
+            idist.all_reduce(1)
+    return str(info.value)
+
+
+def test_the_process_that_serves_the_store_is_named(tmp_path: Path) -> None:
+    environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
+    of_other = helpers.end_of_ranks(loses_the_store, tmp_path, environs=environs)[1]
+    assert of_other.result.startswith("Rank 0 (pid "), of_other
+
+
+def is_interrupted(folder: Path) -> str:
+    """Rank 0 is interrupted, and its process has ended when rank 1 comes to its call."""
+    number = folder / "pid"
+    try:
+        with idist.Parallel("gloo"):
+            if idist.get_rank() == 0:
+                (folder / "new").write_text(str(os.getpid()))
+                (folder / "new").rename(number)
+                raise KeyboardInterrupt
+            while not number.exists():
+                time.sleep(0.02)
+            assert not helpers.end_of_processes([int(number.read_text())], 60)
+            idist.all_reduce(1)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_an_interrupted_rank_has_not_ended_without_a_report(tmp_path: Path) -> None:
+    of_other = helpers.end_of_ranks(is_interrupted, tmp_path)[1].result
+    assert "peer" in of_other and not of_other.startswith("RankFailedError"), of_other
 
 
 def ends_its_context_in_except(local_rank: int) -> str:

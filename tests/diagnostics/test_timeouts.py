@@ -151,3 +151,19 @@ def _alone_in_a_group(local_rank: int, folder: Path, collective: bool) -> str:
 def test_a_group_that_only_some_of_its_ranks_make(collective: bool, tmp_path: Path) -> None:
     found = idist.spawn("gloo", _alone_in_a_group, (tmp_path, collective), nproc_per_node=3, timeout=TIMEOUT)
     assert "The group of ranks 0-1 is not complete: some of them have not made it" in found[0]
+
+
+def _in_another_call(local_rank: int) -> str:
+    """Ranks 0 and 1 wait for rank 2, which waits in a call of another group."""
+    pair = idist.new_group([1, 2])
+    idist.barrier()
+    with pytest.raises(RuntimeError) as raised:
+        idist.barrier(pair) if idist.get_rank() == 2 else idist.all_reduce(torch.ones(1))
+    return str(raised.value)
+
+
+def test_the_rank_that_waits_in_another_call_is_named() -> None:
+    """The first rank whose timeout passes names it. The other one may get the end of the first."""
+    found = idist.spawn("gloo", _in_another_call, nproc_per_node=3, timeout=TIMEOUT)
+    named = [text for text in found if text.startswith("Rank 2 did not come to all_reduce")]
+    assert named and not any(text.startswith("Ranks ") for text in found), found

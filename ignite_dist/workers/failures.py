@@ -59,6 +59,7 @@ class Failure:
         exception: the encoded exception; None if the worker died without a report, or on another machine.
         site: where the user's code was, for example ``"folder/train.py:12"``; empty if unknown.
         has_cause: True if the exception was raised ``from`` another one.
+        about_sigkill: what the worker's launcher knows about a SIGKILL, see :func:`sigkill_reason`.
     """
 
     time: float
@@ -71,6 +72,7 @@ class Failure:
     exception: bytes | None = None
     site: str = ""
     has_cause: bool = False
+    about_sigkill: str = SIGKILL_HINT
 
     @property
     def is_exit_0(self) -> bool:
@@ -101,7 +103,7 @@ class Failure:
 
     @property
     def is_of_clean_up(self) -> bool:
-        """True if the worker, interrupted because another one has failed, raised an error of its own."""
+        """True if the worker raised an error of its own. The caller knows that the worker was interrupted."""
         return bool(self.error_type) and not (self.is_end_by_signal or self.is_consequence)
 
     def is_same_error(self, other: Failure) -> bool:
@@ -370,12 +372,11 @@ def is_cause_known(failed: Sequence[FailedRank]) -> bool:
     return not all(rank.failure.is_consequence for rank in failed)
 
 
-def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) -> RankFailedError:
+def error_of(failed: Sequence[FailedRank]) -> RankFailedError:
     """The error of a failed launch. It describes the worker that failed first.
 
     Args:
         failed: the workers that failed or called ``sys.exit(0)``.
-        about_sigkill: text about a SIGKILL; see :func:`sigkill_reason`.
     """
     first, *others = sorted(_possible_causes(failed), key=_order)
     failure = first.failure
@@ -383,8 +384,9 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) ->
     names = str(first.rank)
     if first.pid and not failure.error_type:
         # XLA replicas may share a process. The replica that ended the process is unknown.
-        names = " or ".join(str(other.rank) for other in failed if other.pid == first.pid)
-        others = [other for other in others if other.pid != first.pid]
+        process = first.host, first.pid
+        names = " or ".join(str(other.rank) for other in failed if (other.host, other.pid) == process)
+        others = [other for other in others if (other.host, other.pid) != process]
     place = f"Rank {names}" + (f" (pid {first.pid} on {first.host})" if first.pid else "")
     same = [other.rank for other in others if other.failure.is_same_error(failure)]
     after = lines_after([other for other in others if other.rank not in same])
@@ -394,7 +396,7 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) ->
             ranks = _names_of([first.rank, *same])
             start = f"{ranks} raised the same {failure.error_type}. {place} was the first"
         elif failure.is_consequence:
-            start += "; its error says that another rank failed or is gone"
+            start = f"{place} noticed first that another rank failed or is gone; none reported why"
         message = f"{start}. Its traceback:\n\n{failure.traceback}{after}"
         error = WorkerRaisedError(
             first.rank,
@@ -409,7 +411,7 @@ def error_of(failed: Sequence[FailedRank], about_sigkill: str = SIGKILL_HINT) ->
         error.__cause__ = decode_exception(failure.exception)
         return error
     trace = f" Its traceback:\n\n{failure.traceback.rstrip()}\n" if failure.traceback else ""
-    message = f"{place} {_describe_end(first, about_sigkill)}.{trace}{after}"
+    message = f"{place} {_describe_end(first)}.{trace}{after}"
     ended = WorkerExitedError(
         first.rank,
         message,
@@ -454,7 +456,7 @@ def _possible_causes(failed: Sequence[FailedRank]) -> list[FailedRank]:
     return [*errors, *(rank for rank in exits if rank.failure.time <= start)]
 
 
-def _describe_end(rank: FailedRank, about_sigkill: str) -> str:
+def _describe_end(rank: FailedRank) -> str:
     failure = rank.failure
     text = _exit_text(failure.exit_code or 0)
     if failure.summary:
@@ -471,7 +473,7 @@ def _describe_end(rank: FailedRank, about_sigkill: str) -> str:
             " (gloo aborts if the ranks call different collectives: idist.compare_calls() names them. "
             "NCCL aborts after the timeout of a collective; its message is in the output)"
         )
-    return text + (about_sigkill if failure.exit_code == -signal.SIGKILL else "")
+    return text + (failure.about_sigkill if failure.exit_code == -signal.SIGKILL else "")
 
 
 def _exit_text(exit_code: int) -> str:

@@ -50,6 +50,11 @@ class _Handler:
                 return cls(name, handler.level, None, parts)
         return None
 
+    @classmethod
+    def on_stderr(cls, handler: logging.Handler) -> _Handler:
+        """The description of a handler of stderr in place of ``handler``."""
+        return cls("stderr", handler.level, None, _encoded(handler.formatter, handler.filters))
+
     def make(self) -> logging.Handler:
         """The same handler, in this process."""
         formatter, filters = _decoded(self.parts)
@@ -111,6 +116,10 @@ class _Logger:
     @classmethod
     def of(cls, logger: logging.Logger) -> _Logger:
         handlers = tuple(found for handler in logger.handlers if (found := _Handler.of(handler)) is not None)
+        # rich's handler, for example, cannot be sent. The records would be lost without a word.
+        others = [one for one in logger.handlers if not type(one).__module__.startswith("_pytest.")]
+        if others and not handlers:
+            handlers = (_Handler.on_stderr(others[0]),)
         filters = _encoded(None, logger.filters)
         return cls(logger.level, logger.propagate, logger.disabled, filters, handlers)
 

@@ -44,9 +44,14 @@ def apply_launch(
     fault_writer: connection.Connection | None,
     outputs: Mapping[int, Any],
 ) -> str:
-    """Use the environment and the output files of the launch in this worker. Returns ``name``."""
-    if fault_writer is not None and not faulthandler.is_enabled():  # keep the user's handler
-        faulthandler.enable(fault_writer)  # keeps the pipe open
+    """Use the environment and the output files of the launch in this worker. Returns ``name``.
+
+    Called before the worker imports the script, and once more after that without ``fault_writer``.
+    """
+    if fault_writer is not None:
+        _seed()  # the script's own seeds come later
+        if not faulthandler.is_enabled():  # keep the user's handler
+            faulthandler.enable(fault_writer)  # keeps the pipe open
     if any(os.environ.get(name) != environ.get(name) for name in ("TMPDIR", "TEMP", "TMP")):
         tempfile.tempdir = None  # the fork server has found the folder of its own environment
     os.environ.clear()
@@ -125,7 +130,6 @@ def worker_main(
     try:
         limits.check_memory()
         _set_num_threads(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        _seed()
         received = ReceivedSignals()
         threading.Thread(target=_follow_launcher, args=(control, received), daemon=True).start()
         failure = run(sent_call, pipes)

@@ -137,11 +137,11 @@ def _is_a_report(error: idist.RankFailedError, failed: list[FailedRank]) -> None
 
 
 @settings(deadline=None, max_examples=400)
-@given(failed=failed_ranks(), about=st.sampled_from(["", " (memory)"]))
-def test_every_end_of_ranks_has_a_report(failed: list[FailedRank], about: str) -> None:
+@given(failed=failed_ranks())
+def test_every_end_of_ranks_has_a_report(failed: list[FailedRank]) -> None:
     failures.is_cause_known(failed)
     if failed:
-        _is_a_report(error_of(failed, about), failed)
+        _is_a_report(error_of(failed), failed)
 
 
 @pytest.mark.long
@@ -170,4 +170,4 @@ def test_every_end_of_ranks_and_nodes_has_a_report(
     everybody = [*here, *job.failed_ranks()]
     has_failed = job.has_failure() or any(not one.failure.is_exit_0 for one in here)
     if has_failed:
-        _is_a_report(job.error_of(everybody, ""), everybody)
+        _is_a_report(job.error_of(everybody), everybody)

@@ -434,7 +434,7 @@ def test_what_tells_of_another_is_a_consequence_even_if_it_came_first(consequenc
 def test_where_there_are_consequences_only_the_first_of_them_is_reported(consequence: Exception) -> None:
     error = error_of([_failed(0, consequence, 2.0), _failed(1, consequence, 1.0)])
     assert (error.rank, error.error_type) == (1, type(consequence).__name__)
-    assert "Rank 1 (pid 101 on here) failed first; its error says that another rank" in str(error)
+    assert "Rank 1 (pid 101 on here) noticed first that another rank failed" in str(error)
 
 
 @pytest.mark.parametrize(

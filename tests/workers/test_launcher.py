@@ -305,6 +305,28 @@ def test_workers_that_seed_nothing_draw_different_numbers_as_under_torchrun() ->
     assert len(set(drawn)) == 4
 
 
+def test_workers_keep_the_seeds_of_their_script(tmp_path: Path) -> None:
+    script = """
+        import random
+        import numpy
+        import torch
+        import ignite_dist as idist
+
+        random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+
+        def draw(local_rank):
+            return float(torch.rand(())), random.random(), numpy.random.rand()
+
+        if __name__ == "__main__":
+            expected = draw(0)
+            for start_method in ("forkserver", "spawn"):
+                drawn = idist.spawn("gloo", draw, nproc_per_node=2, start_method=start_method)
+                print(drawn == [expected] * 2)
+    """
+    ended = helpers.run_python(helpers.write_script(tmp_path, script), env=helpers.plain_environ())
+    assert ended.stdout.split() == ["True", "True"], (ended.stdout, ended.stderr)
+
+
 def test_each_launch_has_its_own_temporary_folder(tmp_path: Path) -> None:
     """Also the second, whose fork server has used the folder of the first."""
     helpers.write_script(tmp_path, "import tempfile; tempfile.gettempdir()", "uses_it.py")

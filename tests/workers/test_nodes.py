@@ -244,7 +244,7 @@ def test_a_failure_is_told_to_all_and_once() -> None:
         read(job, lambda job=job: 1 in job._done)
         assert job.failed_ranks() == [failed(1)] and job.has_failure()
         with pytest.raises(idist.WorkerRaisedError, match=r"Rank 1 \(pid 4242 on hostx\) failed first"):
-            raise job.error_of(job.failed_ranks(), "")
+            raise job.error_of(job.failed_ranks())
     for job in jobs:
         job.close()
 
@@ -254,11 +254,11 @@ def test_a_launcher_that_goes_without_a_word(pair: tuple[nodes.Nodes, nodes.Node
     there.close()
     read(here, here.has_failure)
     consequence, cause = failed(0, is_consequence=True), failed(1)
-    error = here.error_of([consequence], "")
+    error = here.error_of([consequence])
     assert (error.rank, error.host) == (2, "host1")
     assert "Node 1 (host1, 127.0.0.1) with rank 2 cannot be reached: its launcher has ended" in str(error)
     assert "Rank 0 failed after it: no data" in str(error)
-    assert here.error_of([consequence, cause], "").rank == 1  # whose launcher left because of it
+    assert here.error_of([consequence, cause]).rank == 1  # whose launcher left because of it
 
 
 def test_a_machine_is_lost_when_a_rank_has_left(pair: tuple[nodes.Nodes, nodes.Nodes]) -> None:
@@ -268,11 +268,11 @@ def test_a_machine_is_lost_when_a_rank_has_left(pair: tuple[nodes.Nodes, nodes.N
     read(here, here.has_failure)
     left = FailedRank(1, 1, 4242, "hostx", Failure(1.0, "SystemExit", "SystemExit: 0", "its traceback", 0))
     for known in ([left], [left, failed(0, is_consequence=True)]):
-        error = here.error_of(known, "")
+        error = here.error_of(known)
         assert (error.rank, error.host) == (2, "host1")
         assert "cannot be reached: its launcher has ended" in str(error)
         assert "Rank 1" not in str(error)
-    assert here.error_of([left, failed(0)], "").rank == 0
+    assert here.error_of([left, failed(0)]).rank == 0
 
 
 def test_node_0_goes_when_it_is_through_but_others_are_not() -> None:
@@ -281,7 +281,7 @@ def test_node_0_goes_when_it_is_through_but_others_are_not() -> None:
     jobs[0].close()
     read(jobs[1], jobs[1].has_failure)  # what node 2 says cannot come any more
     with pytest.raises(idist.RankFailedError, match=r"Node 0 .* cannot be reached: its launcher has ended"):
-        raise jobs[1].error_of([], "")
+        raise jobs[1].error_of([])
     for job in jobs:
         job.close()
 

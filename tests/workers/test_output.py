@@ -254,6 +254,30 @@ def test_workers_log_as_the_launcher_does(start_method: str, tmp_path: Path) -> 
     assert ended.stdout.splitlines() == ["worker's error"], ended.stdout
 
 
+LOGS_OF_ANOTHER_CLASS = """
+    import logging
+    import ignite_dist as idist
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            print("launcher:", record.getMessage())
+
+    def logs(local_rank):
+        logging.getLogger("some").info("message of %d", local_rank)
+
+    if __name__ == "__main__":
+        logging.basicConfig(level=logging.INFO, handlers=[Lines()])
+        logging.info("first")
+        idist.spawn("gloo", logs, nproc_per_node=2)
+"""
+
+
+def test_records_for_a_handler_that_cannot_be_sent_are_on_stderr(tmp_path: Path) -> None:
+    ended = helpers.run_python(helpers.write_script(tmp_path, LOGS_OF_ANOTHER_CLASS))
+    found = sorted(ended.stdout.splitlines())  # and those of stderr
+    assert found == ["INFO:some:message of 0", "INFO:some:message of 1", "launcher: first"]
+
+
 LOGS_OF_FILES = """
     import logging, sys
     import ignite_dist as idist

@@ -291,12 +291,12 @@ class Nodes:
         """True if a node's connection closed before the node reported its end."""
         return bool(self._lost)
 
-    def error_of(self, failed: Sequence[FailedRank], about_sigkill: str) -> RankFailedError:
+    def error_of(self, failed: Sequence[FailedRank]) -> RankFailedError:
         """The error of the job: about the root cause if it was reported, else about a lost node."""
         # A rank that called sys.exit(0) has not failed.
         errors = [rank for rank in failed if not rank.failure.is_exit_0]
         if not self._lost or is_cause_known(errors):
-            return error_of(failed, about_sigkill)
+            return error_of(failed)
         node, reason = self._lost[0]
         first = sum(other.nproc_per_node for other in self.nodes[: node.rank])
         last = first + node.nproc_per_node - 1

@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing import connection, reduction
 from multiprocessing.context import BaseContext
@@ -427,7 +428,15 @@ class Workers:
         return [worker for worker in self._running() if worker.process in processes]
 
     def _local_failures(self) -> list[FailedRank]:
-        return [failed for worker in self._workers if (failed := worker.failed_rank()) is not None]
+        """The failures of this launcher's workers. No other launcher can say why one got a SIGKILL."""
+        failed = [rank for worker in self._workers if (rank := worker.failed_rank()) is not None]
+        if self._was_terminated:
+            reason = ""
+        elif any(rank.failure.exit_code == -signal.SIGKILL for rank in failed):
+            reason = sigkill_reason(self._oom_kills)
+        else:
+            return failed
+        return [rank._replace(failure=replace(rank.failure, about_sigkill=reason)) for rank in failed]
 
     def _has_failed(self) -> bool:
         return any(worker.has_failed for worker in self._workers) or self._nodes.has_failure()
@@ -442,7 +451,6 @@ class Workers:
         if not self._has_failed():
             results = [worker.take_result() for worker in self._workers]
         failed, has_failed = [*self._local_failures(), *self._nodes.failed_ranks()], self._has_failed()
-        about_sigkill = "" if self._was_terminated else sigkill_reason(self._oom_kills)
         if self._was_terminated:  # a worker ended by terminate() may not have started yet
             failed = [rank._replace(started=True) for rank in failed]
         self._nodes.report(self._local_failures(), is_done=True)
@@ -454,7 +462,7 @@ class Workers:
             late = [rank for rank in self._local_failures() if rank.rank not in known]
             failed += [rank for rank in late if rank.failure.is_of_clean_up]
             end_processes(self.processes)
-            self._error = partial(self._nodes.error_of, failed, about_sigkill)
+            self._error = partial(self._nodes.error_of, failed)
         else:
             self._results = results
         for worker in self._workers:

@@ -256,7 +256,8 @@ def _gather_with_shapes(
     )
 
     def unpad(rows: Tensor) -> list[Tensor]:
-        return [row[:size].view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
+        split = torch.unsafe_split_with_sizes(rows.view(-1), [rows.shape[1]] * len(rows))
+        return [row[:size].view(shape) for row, size, shape in zip(split, sizes, shapes, strict=True)]
 
     return gather_rows(model, padded, group).then(unpad)
 

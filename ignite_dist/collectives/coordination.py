@@ -367,6 +367,7 @@ def one_rank_only(
             is_skipped = not needs_others or _running.is_alone
             members = model.groups.resolve(None if is_skipped else group)  # makes no group to skip a call
 
+            @wraps(function)  # the ranks compare the name
             def run() -> Any:
                 with _only_this_rank():
                     return function(*args, **kwargs)
@@ -433,7 +434,8 @@ def _one_of(ranks: Sequence[int], rank: Any) -> int:
 def _run_on_one(
     model: ComputationModel, group: Group, rank: int, function: Callable[[], Any], share_result: bool
 ) -> Any:
-    called = Caller("one_rank_only", f"rank={rank}{', broadcast=True' * share_result}")
+    arguments = f"{function.__qualname__}, rank={rank}{', broadcast=True' * share_result}"
+    called = Caller("one_rank_only", arguments)
     if not is_member(model, group):
         return perform(
             model,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from threading import get_ident
 from traceback import walk_tb
-from types import CodeType
+from types import FrameType
 from typing import Any, TypeVar
 
 from ignite_dist.comp_models import ComputationModel, Group
@@ -79,7 +78,7 @@ def counts_interrupts(function: _Function) -> _Function:
                     bound.apply_defaults()
                     arguments = bound.arguments
                     if arguments.get("timeout") is None:
-                        model, group = current_model(), arguments["group"]
+                        model, group = current_model(), arguments.get("group")
                         name = getattr(arguments.get("caller"), "name", function.__name__)
                         group = group if isinstance(group, Group) else model.groups.resolve(group)
                         called = group.in_call(Call(f"{name}()"), whole_call.token)
@@ -103,11 +102,12 @@ def is_interrupt(error: BaseException) -> bool:
         return True
     if isinstance(error, RuntimeError) and "allocate memory" in str(error):
         return True
-    handlers = _codes_of_handlers()
-    return any(frame.f_code in handlers for frame, _ in walk_tb(error.__traceback__))
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return any(map(_is_handler, frames[1:], frames))
 
 
-def _codes_of_handlers() -> set[CodeType]:
-    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-    functions: list[Any] = [getattr(handler, "__func__", handler) for handler in handlers]
-    return {function.__code__ for function in functions if hasattr(function, "__code__")}
+def _is_handler(frame: FrameType, caller: FrameType) -> bool:
+    """True for a handler of a signal: Python passes it the frame that the signal has interrupted."""
+    values: list[Any] = list(frame.f_locals.values())
+    rest = [value for some in values if type(some) is tuple for value in some]  # of *args
+    return any(value is caller for value in [*values, *rest])

@@ -78,6 +78,7 @@ class PendingWork(Work):
         "_error",
         "_group_name",
         "_inner",
+        "_is_waiting",
         "_lock",
         "_pending",
         "_result",
@@ -93,7 +94,8 @@ class PendingWork(Work):
         self.call = call
         self._timed = timed
         self.needs_all, self._group_name = inner.needs_all, inner.group_name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler does not wait for its own thread
+        self._is_waiting = False  # guarded by _lock
         self._result: Any = None
         self._error: KeptError | None = None
         self._inner: Work | None = inner  # last: __del__ ignores a work that an interrupt left without it
@@ -114,8 +116,14 @@ class PendingWork(Work):
         if timeout is not None:
             self._wait_until_completed(timeout)
         with self._lock:
+            if self._is_waiting:
+                raise RuntimeError(
+                    f"A signal handler or a finalizer waits for the {self.call}, for which its thread waits "
+                    "already. Let the handler set a flag, and wait later."
+                )
             inner, timed = self._inner, self._timed
             if inner is not None:
+                self._is_waiting = True
                 try:
                     self._result = inner.wait() if timed is None else timed.wait(inner)
                 except BaseException as error:
@@ -125,6 +133,8 @@ class PendingWork(Work):
                     self._error = KeptError(error)
                     if isinstance(inner, PendingCall):
                         inner.error = None
+                finally:
+                    self._is_waiting = False
                 self._inner = None
                 self._pending.works.pop(id(self), None)
             if self._error is not None:
@@ -143,7 +153,7 @@ class PendingWork(Work):
 
     def leave_to_parent(self) -> None:
         """In a forked child: make :meth:`wait` raise."""
-        self._lock = threading.Lock()  # a thread of the parent may hold the old one
+        self._lock, self._is_waiting = threading.RLock(), False  # a thread of the parent may hold the old one
         never_free([self._inner])
         self._inner = WorkOfParent()
 

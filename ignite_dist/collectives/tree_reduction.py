@@ -135,7 +135,7 @@ def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
             number_ops.check_number_op(op, value)
         else:
             raise TypeError(
-                "all_reduce takes a tensor, a number, or a dict, list or tuple of tensors and numbers; got "
+                "A reduction takes a tensor, a number, or a dict, list or tuple of tensors and numbers; got "
                 f"{kind.__name__}. {_HINTS.get(kind, 'Use all_gather for other objects.')}"
             )
 
@@ -195,7 +195,8 @@ def _reduce_leaves(
 
 def _unpack(flat: Tensor, values: list[Any], positions: list[int], reduced: list[Any], fills: bool) -> None:
     """Split ``flat`` into the tensors at ``positions``: fill ``values``, or set views in ``reduced``."""
-    parts = torch.split(flat, [values[position].numel() for position in positions])
+    # Not torch.split(): autograd refuses changes of its views in place.
+    parts = torch.unsafe_split_with_sizes(flat, [values[position].numel() for position in positions])
     for position, part in zip(positions, parts, strict=True):
         if fills:
             with torch.no_grad():

@@ -11,6 +11,8 @@ from datetime import timedelta
 from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
+import torch
+
 from ignite_dist.internals.call_sites import function_called, is_library, local_of, site_of, users_frame
 from ignite_dist.values.calls import NO_CALL
 
@@ -172,11 +174,12 @@ class Steps(Work):
 
 
 class _Then(Work):
-    __slots__ = ("_finish", "_inner", "needs_all")
+    __slots__ = ("_finish", "_inner", "_is_inference", "_result", "needs_all")
 
     def __init__(self, inner: Work, finish: Callable[[Any], Any]) -> None:
         self._inner = inner
-        self._finish = finish
+        self._finish: Callable[[Any], Any] | None = finish  # None once the result is there
+        self._is_inference = torch.is_inference_mode_enabled()
         self.needs_all = inner.needs_all
 
     @property
@@ -191,10 +194,27 @@ class _Then(Work):
         self._inner.start()
 
     def wait(self, timeout: timedelta | None = None) -> Any:
-        return self._finish(self._inner.wait())
+        finish = self._finish
+        if finish is not None:
+            result = self._inner.wait()
+            self._finish = _raise_interrupted  # not finish again: an AVERAGE would be divided twice
+            if self._is_inference == torch.is_inference_mode_enabled():
+                self._result = finish(result)
+            else:
+                with torch.inference_mode(self._is_inference):  # only there are the call's tensors writable
+                    self._result = finish(result)
+            self._finish = None
+        return self._result
 
     def is_completed(self) -> bool:
         return self._inner.is_completed()
+
+
+def _raise_interrupted(_: Any) -> NoReturn:
+    raise RuntimeError(
+        "An earlier wait() of this collective was interrupted while it made the result, which is lost. Make "
+        "the call again on every rank, with the original values."
+    )
 
 
 def never_free(objects: Iterable[object]) -> None:

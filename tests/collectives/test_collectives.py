@@ -56,6 +56,25 @@ def test_an_evaluation_in_inference_mode_leaves_nothing_behind() -> None:
                 assert values == ([0.0] * size + [1.0] * size if value is None else [value] * size)
 
 
+def _changed_in_place(_: int) -> list[float]:
+    """What a call returns can be changed in place, and autograd sees each tensor as one of its own."""
+    weight = torch.ones(2, requires_grad=True)
+    tree = idist.all_reduce({"a": torch.ones(2), "b": torch.ones(2)})
+    rows = idist.all_gather_ragged(torch.ones(2))
+    gradients = []
+    for first, second in (tree.values(), rows):
+        loss = (weight * first).sum()
+        second.add_(1)
+        loss.backward()
+        second += weight
+        gradients.append(float(weight.grad.sum()))  # type: ignore[union-attr]
+    return gradients
+
+
+def test_results_of_several_tensors_are_changed_in_place() -> None:
+    assert on_two_ranks(_changed_in_place) == [[4.0, 6.0]] * 2
+
+
 def _made_in_inference_mode(_: int) -> list[Any]:
     rank = idist.get_rank()
     found = []

@@ -90,6 +90,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "one_rank_only": lambda: idist.one_rank_only(with_barrier=True)(lambda: 1)(),
     "one_rank_only on 1": lambda: idist.one_rank_only(1, with_barrier=True)(lambda: 1)(),
     "one_rank_only, broadcast": lambda: idist.one_rank_only(broadcast=True)(lambda: 1)(),
+    "one_rank_only of another function": lambda: idist.one_rank_only(broadcast=True)(_values)(),
     "one_rank_first": lambda: _enter(idist.one_rank_first()),
     "one_rank_first on 1": lambda: _enter(idist.one_rank_first(1)),
     "one_rank_first on the node": lambda: _enter(idist.one_rank_first(local=True)),

@@ -185,6 +185,92 @@ def test_a_wait_that_a_handler_has_ended_may_be_called_again() -> None:
     assert idist.spawn("gloo", _alarmed, nproc_per_node=2) == [[2.0], [2.0]]
 
 
+class _Handler:
+    def __call__(self, number: int, frame: Any) -> None:
+        raise TimeoutError
+
+
+def _rings(tag: str, *_: object) -> None:
+    raise TimeoutError(tag)
+
+
+def _resets(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise TimeoutError
+
+
+HANDLERS = {"partial": partial(_rings, "text"), "object": _Handler(), "once": _resets}
+
+
+def _alarmed_in_first_call(rank: int, name: str) -> list[float]:
+    """Rank 0 is interrupted while it waits for rank 1 in the first call of a group."""
+    group, control = idist.new_group(range(2)), idist.new_group(range(2))
+    idist.barrier(control)
+    if rank == 0:
+        signal.signal(signal.SIGALRM, HANDLERS[name])
+        when_waiting(partial(os.kill, os.getpid(), signal.SIGALRM), ("transport.py", "memory_of"))
+        with pytest.raises(TimeoutError):
+            idist.all_reduce(torch.ones(1), group=group)
+        idist.barrier(control)
+    else:
+        idist.barrier(control)
+        with suppress(idist.CollectiveMismatchError):
+            idist.all_reduce(torch.ones(1), group=group)
+    return idist.all_reduce(torch.full((1,), 10.0), group=group).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", HANDLERS)
+def test_what_raises_may_be_any_handler(name: str) -> None:
+    assert idist.spawn("gloo", _alarmed_in_first_call, (name,), nproc_per_node=2) == [[20.0], [20.0]]
+
+
+def _interrupted_finish(rank: int) -> list[Any]:
+    """Each rank is interrupted after the division of an AVERAGE, before wait() has returned."""
+    idist.barrier()
+    work, divide = idist.all_reduce(torch.ones(3), "AVERAGE", async_op=True), torch.Tensor.div_
+
+    def interrupt(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_return" and getattr(function, "__name__", "") == divide.__name__:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    sys.setprofile(None)
+    with pytest.raises(RuntimeError, match="was interrupted while it made the result"):
+        work.wait()
+    return idist.all_reduce(torch.ones(3), "AVERAGE").tolist()  # type: ignore[no-any-return]
+
+
+def test_an_average_is_not_divided_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IGNITE_DIST_SHARED_MEMORY", "0")
+    assert idist.spawn("gloo", _interrupted_finish, nproc_per_node=2) == [[1.0] * 3] * 2
+
+
+def _waits_in_handler(rank: int) -> str:
+    """The handler of rank 0 waits for the work that the rank waits for, as the end of a context does."""
+    control = idist.new_group(range(2))
+    idist.barrier(control)
+    if rank == 1:
+        idist.barrier(control)  # returns after the signal
+    work = idist.all_reduce(torch.ones(1), async_op=True)
+    if rank == 1:
+        return str(work.wait().tolist())
+    signal.signal(signal.SIGALRM, lambda *_: work.wait())
+    when_waiting(partial(os.kill, os.getpid(), signal.SIGALRM), ("pending_calls.py", "wait_until_done"))
+    with pytest.raises(RuntimeError, match="A signal handler or a finalizer waits") as info:
+        work.wait()
+    idist.barrier(control)
+    assert work.wait().tolist() == [2.0]
+    return str(info.value)
+
+
+def test_a_handler_does_not_wait_for_its_own_thread() -> None:
+    refused, result = idist.spawn("gloo", _waits_in_handler, nproc_per_node=2)
+    assert "all_reduce begun at" in refused and result == "[2.0]"
+
+
 def _without_memory(rank: int) -> list[str]:
     """Rank 1 has no memory for the copy of the second tensor."""
     tensor, seen = torch.zeros(50_000_000)[::2], []

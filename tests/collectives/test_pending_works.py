@@ -226,7 +226,9 @@ def _in_inference_mode(local_rank: int) -> list[float]:
     return inside + [float(work.wait().sum()) for work in works]
 
 
-def test_calls_of_inference_mode() -> None:
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+def test_calls_of_inference_mode(shared_memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("IGNITE_DIST_SHARED_MEMORY", shared_memory)
     assert idist.spawn("gloo", _in_inference_mode, nproc_per_node=2) == [[8.0, 8.0, 8.0, 8.0, 4.0]] * 2
 
 

@@ -349,6 +349,8 @@ class _SharedWork(Work):
     def start(self) -> None:
         self._run = None
         self._inner = self._over_backend()
+        if isinstance(self._inner, Steps):  # these would begin in wait() only
+            self._inner = Completed(self._inner.wait())
         self._inner.start()
 
     @waits_for_ranks

@@ -463,8 +463,8 @@ class DistributedProxySampler(_Forwarding, _AutoEpoch):
         sampler: any sampler of constant length that is not distributed already.
         num_replicas: number of ranks; default: size of the default process group.
         rank: this rank; default: rank in the default process group.
-        drop_last: drop the last draws if the number of draws is not divisible by the number of ranks.
-            Otherwise the first draws are repeated.
+        drop_last: with ``batch_size``, drop the last batch if it is incomplete. Without it, drop the last
+            draws if the number of ranks does not divide their number. Otherwise the first draws are repeated.
         batch_size: as in :class:`EpochSampler`: each rank takes its part of each batch, and the sampler is
             drawn from as the batches are, and may have no length or no end.
         seed: the same on every rank.

@@ -76,9 +76,8 @@ def register_environment(launcher: LauncherT) -> LauncherT:
     ``ignite_dist``.
 
     Detection tries ``launcher`` after ``idist.spawn``, torchrun, Ray Train, Kubeflow, and ``RANK`` with
-    ``WORLD_SIZE``, but before Lightning, Horovod, LSF, Open MPI, PMI, Slurm and TPU pods. If one of these
-    seven launchers can run inside ``launcher``, ``launcher.detect`` must return None when the inner
-    launcher's variables are set.
+    ``WORLD_SIZE``, but before Lightning, Horovod, LSF, Open MPI, PMI, Slurm and TPU pods. If one of the
+    latter may run inside yours, ``launcher.detect`` must return None when its variables are set.
 
     Returns:
         ``launcher``.

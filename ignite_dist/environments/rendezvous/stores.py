@@ -74,9 +74,10 @@ def find_place(init_method: str | None, rank: int | None, world_size: int | None
         place = environment or environments.ALONE
         if place.world_size > 1 and place.main_address is None and init_method in (None, "env://"):
             raise EnvironmentVariablesError(
-                f"{place.launcher} has started {place.world_size} processes on several nodes, but no "
-                "variable has the address of rank 0's node. Set MASTER_ADDR to this address for every "
-                "process (for example: mpirun -x MASTER_ADDR=...). MASTER_PORT is optional."
+                f"{place.launcher} has started {place.world_size} processes, but no variable has the "
+                "address of rank 0's node, nor says that all of them are on one node. Set MASTER_ADDR to "
+                "this address for every process (for example: mpirun -x MASTER_ADDR=...). MASTER_PORT is "
+                "optional."
             )
         return place
     if not 0 <= rank < world_size:

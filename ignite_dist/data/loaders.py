@@ -80,7 +80,8 @@ def auto_dataloader(
             last :func:`seed_everything`, else 0.
         kwargs: keywords of ``torch.utils.data.DataLoader``. ``num_workers`` is the total per node.
             ``sampler`` and ``batch_sampler`` are drawn from as in one process, and each rank takes its part;
-            a sampler that was made for this rank is used as it is.
+            a sampler that was made for this rank is used as it is. With ``generator``, which is the same on
+            every rank, the workers of each rank have a seed of their own.
 
     Returns:
         A ``torch.utils.data.DataLoader`` that also has ``set_epoch``. With XLA an ``MpDeviceLoader`` with
@@ -132,7 +133,8 @@ def auto_dataloader(
     if model.ranks_in_process() > 1:  # they would share torch's generator
         own = torch.Generator().manual_seed(torch.initial_seed() + model.get_rank())
         kwargs.setdefault("generator", own)
-    return make_loader(dataset, order, model.training.device_loader(), model.device(), **kwargs)
+    device_loader = model.training.device_loader()
+    return make_loader(dataset, order, place.number, device_loader, model.device(), **kwargs)
 
 
 def _check_settings(

@@ -26,7 +26,7 @@ from ignite_dist.data.samplers import (
 )
 from ignite_dist.internals import _torch
 from ignite_dist.internals.call_sites import warn_user
-from ignite_dist.values.random_states import RandomStates, preserved
+from ignite_dist.values.random_states import RandomStates, preserved, seed_of_rank
 
 
 @dataclass
@@ -55,6 +55,7 @@ class OrderedLoader(DataLoader[Any]):
     """A data loader whose sampler draws from generators with the seed of ``order``, from a batch on."""
 
     order = Order()
+    number = 0  # of this rank among those that share the data
     _epoch = 0
     _num_skipped = 0
 
@@ -314,7 +315,7 @@ class Resumable:
         saved = states if start is not None else None
         # The saved random states of a stream are those before torch drew the seed of the workers.
         has_seed = has_workers if saved is not None else num_skipped or self._has_workers
-        with self._own_seed(loader) if has_seed else nullcontext():
+        with self._worker_seed(loader, is_own=bool(has_seed)):
             if is_stream:
                 batches = self._rest_of_stream(loader, num_skipped, saved)
             else:
@@ -362,11 +363,24 @@ class Resumable:
         self._furthest = latest if furthest is None or latest.batches >= furthest.batches else furthest
 
     @contextmanager
-    def _own_seed(self, loader: DataLoader[Any]) -> Iterator[None]:
-        """Let workers that start in the block have a seed for which no other state changes."""
-        generator = loader.generator
-        loader.generator = torch.Generator()
-        loader.generator.set_state(torch.get_rng_state() if generator is None else generator.get_state())
+    def _worker_seed(self, loader: OrderedLoader, is_own: bool) -> Iterator[None]:
+        """Let torch draw the seed of workers that start in the block.
+
+        A generator that the loader was made with is the same on all ranks. It is drawn from as torch does, so
+        it stays the same, but the seed differs by rank: as in ``seed_everything``.
+
+        Args:
+            loader: which starts the workers.
+            is_own: True if no state may change because of the seed.
+        """
+        generator = drawn_from = loader.generator
+        if is_own:
+            drawn_from = torch.Generator()
+            drawn_from.set_state(torch.get_rng_state() if generator is None else generator.get_state())
+        if generator is not None and loader.number:
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=drawn_from))
+            drawn_from = torch.Generator().manual_seed(seed_of_rank(seed, loader.number))
+        loader.generator = drawn_from
         try:
             yield
         finally:
@@ -515,13 +529,20 @@ def _device_loader_class(kind: Any) -> type[_DeviceEpochLoader]:
 
 
 def make_loader(
-    dataset: Dataset[Any], order: Order, device_loader: Any, device: torch.device, /, **kwargs: Any
+    dataset: Dataset[Any],
+    order: Order,
+    number: int,
+    device_loader: Any,
+    device: torch.device,
+    /,
+    **kwargs: Any,
 ) -> Any:
     """The loader of ``auto_dataloader``.
 
     Args:
         dataset: of this rank.
         order: what determines the batches.
+        number: of this rank among those that share the data.
         device_loader: the class of the backend's loader; None if batches stay on the host.
         device: where the backend's loader copies the batches.
         kwargs: of ``DataLoader``.
@@ -533,7 +554,7 @@ def make_loader(
     else:
         inner = (OrderedShardLoader if is_shard else OrderedLoader)(dataset, **kwargs)
         loader = _device_loader_class(device_loader)(inner, device)
-    loader.host_loader().order = order
+    loader.host_loader().order, loader.host_loader().number = order, number
     return loader
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import secrets
 import sys
@@ -14,9 +13,8 @@ from ignite_dist.collectives.path import perform
 from ignite_dist.comp_models import Group
 from ignite_dist.comp_models.work import Steps, Work
 from ignite_dist.context.live import current_model
-from ignite_dist.values.random_states import remember_seed
+from ignite_dist.values.random_states import SEED_BITS, remember_seed, seed_of_rank
 
-_SEED_BITS = 63
 _SHARED_BITS = 32
 
 
@@ -48,7 +46,8 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
     """Seed Python's ``random``, numpy if it is imported, and torch on the CPU and on this rank's devices.
 
     The same seed, world size and rank give the same numbers. torch seeds data loader workers from this
-    rank's generator, so their numbers differ by rank too. Rank 0 draws the same numbers as one process.
+    rank's generator, so their numbers differ by rank too. So do those of an ``auto_dataloader`` with
+    ``generator=``, also with ``per_rank=False``. Rank 0 draws the same numbers as one process.
 
     Args:
         seed: in [0, 2**63), the same on every rank. None uses a :func:`shared_seed`; every rank must then
@@ -76,7 +75,7 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
     if seed is None:
         seed = shared_seed()
     remember_seed(seed)
-    rank_seed = _seed_of_rank(seed, model.get_rank()) if per_rank else seed
+    rank_seed = seed_of_rank(seed, model.get_rank()) if per_rank else seed
     random.seed(rank_seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(rank_seed % (1 << 32))
@@ -87,14 +86,6 @@ def seed_everything(seed: int | None = None, per_rank: bool = True) -> int:
 
 
 def _checked_seed(seed: Any) -> int:
-    if not isinstance(seed, bool) and hasattr(seed, "__index__") and 0 <= index(seed) < 1 << _SEED_BITS:
+    if not isinstance(seed, bool) and hasattr(seed, "__index__") and 0 <= index(seed) < 1 << SEED_BITS:
         return index(seed)
-    raise ValueError(f"seed must be an int in [0, 2**{_SEED_BITS}), got {seed!r}.")
-
-
-def _seed_of_rank(seed: int, rank: int) -> int:
-    """A seed for ``rank``. With ``seed + rank`` the runs of two neighbouring seeds would share numbers."""
-    if rank == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> (64 - _SEED_BITS)
+    raise ValueError(f"seed must be an int in [0, 2**{SEED_BITS}), got {seed!r}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import sys
 import threading
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+SEED_BITS = 63
 
 # The process has one global random state, and replicas of XLA may be threads of the process.
 _lock = threading.RLock()
@@ -26,6 +29,14 @@ def remember_seed(seed: int) -> None:
 def latest_seed() -> int:
     """The seed of the last ``seed_everything`` of this process, 0 before it."""
     return _latest_seed
+
+
+def seed_of_rank(seed: int, rank: int) -> int:
+    """A seed for ``rank``. With ``seed + rank`` the runs of two neighbouring seeds would share numbers."""
+    if rank == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - SEED_BITS)
 
 
 class RandomStates(NamedTuple):

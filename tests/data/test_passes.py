@@ -275,3 +275,65 @@ def test_which_loaders_have_no_position() -> None:
         check_resumable(torch.utils.data.DataLoader([1, 2]))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="exact=True"):
         check_resumable(idist.auto_dataloader([1, 2], exact=True))  # type: ignore[arg-type]
+
+
+# --- the numbers of workers ----------------------------------------------------------------------------
+
+
+def augmented(_: int, has_generator: bool = True) -> dict[str, Any]:
+    """What workers draw with the recipe of torch for the same numbers in each run."""
+    idist.seed_everything(5, per_rank=False)
+    generator = torch.Generator().manual_seed(0) if has_generator else None
+
+    def make() -> Any:
+        return idist.auto_dataloader(
+            Noisy(),
+            batch_size=2 * idist.get_world_size(),
+            shuffle=True,
+            num_workers=idist.get_world_size(),
+            multiprocessing_context="fork",
+            generator=generator,
+        )
+
+    loader = make()
+    position: Any = None
+    passes: list[list[torch.Tensor]] = []
+    for _ in range(2):
+        passes.append([])
+        for batch in loader:
+            passes[-1].append(batch)
+            position = position or loader.position()
+    state = generator.get_state().tolist() if generator is not None else None
+    resumed = []
+    for _ in range(2):
+        again = make()
+        again.resume(position, is_same_rank=True)
+        if generator is not None:
+            generator.manual_seed(0)
+        resumed.append(list(again))
+    return {
+        "noise": [torch.cat(batches)[:, 1].tolist() for batches in [*passes, resumed[0]]],
+        "indices": [sorted(torch.cat(batches)[:, 0].tolist()) for batches in [*passes, resumed[0]]],
+        "resumed": same(*resumed),
+        "state": state,
+        "own": loader.generator is generator,
+    }
+
+
+def test_with_a_generator_the_workers_of_each_rank_draw_their_own_numbers() -> None:
+    alone = augmented(0)
+    first, second = on_ranks(augmented)
+    for found in (first, second):
+        assert found["own"] and found["resumed"]
+        assert found["state"] == alone["state"], "it has changed as in one process"
+    for of_first, of_second in zip(first["noise"], second["noise"], strict=True):
+        assert not set(of_first) & set(of_second)
+    for of_first, of_alone in zip(first["noise"], alone["noise"], strict=True):
+        assert of_first == of_alone[: len(of_first)]
+    for number, size in enumerate((SIZE, SIZE, SIZE - 4)):
+        assert len({*first["indices"][number], *second["indices"][number]}) == size
+
+
+def test_without_a_generator_the_script_decides_whether_the_workers_differ() -> None:
+    first, second = on_ranks(augmented, False)
+    assert [one[:4] for one in first["noise"]] == [one[:4] for one in second["noise"]]

@@ -223,6 +223,7 @@ class Pass:
                 self._loader.end_pass(progress)
             raise
         progress.batches += 1
+        self._loader.note_batch(progress)
         progress.is_left = False
         self._note_look_ahead(1)
         return batch
@@ -247,6 +248,7 @@ class Resumable:
     _has_workers = False  # persistent workers have their seed, perhaps those of the process before
     _keeps_workers = False  # persistent workers have the data set as it was at their start
     _epoch_is_set = False
+    _num_left_at_once = 0  # passes in a row that were left after one batch, while no other pass went on
     _has_warned = False
 
     def __iter__(self) -> Any:
@@ -327,6 +329,11 @@ class Resumable:
         self._latest, self._latest_pass = progress, weakref.ref(begun)
         return begun
 
+    def note_batch(self, progress: Progress) -> None:
+        """Note that a pass has given a batch."""
+        if progress is not self._latest:  # a loop goes on: the latest pass is only a look
+            self._num_left_at_once = -1  # not counting the latest one
+
     def _end_complete_pass(self) -> None:
         """End the latest pass if its last batch was received: ``zip`` and ``islice`` may ask for no other."""
         latest = self._latest
@@ -350,15 +357,19 @@ class Resumable:
         if furthest is not None and furthest.epoch != epoch:
             furthest = None
         if latest is None or latest.epoch != epoch or not latest.is_counted():
-            self._furthest = furthest
+            self._furthest, self._num_left_at_once = furthest, 0
             return
-        if latest.num_received() > 1 and not self._has_warned and self.host_loader().order.seed is not None:
+        received = latest.num_received()
+        self._num_left_at_once = self._num_left_at_once + 1 if received == 1 else 0
+        may_go_on = self._latest_pass is not None and self._latest_pass() is not None
+        is_repeated = received > 1 or self._num_left_at_once - may_go_on > 1  # one batch may be a look
+        if is_repeated and not self._has_warned and self.host_loader().order.seed is not None:
             self._has_warned = True
             warn_user(
-                f"This pass begins with the batches of the pass before it, which was left after "
-                f"{latest.num_received()} batches: the order depends on the epoch, and epoch {epoch} has not "
-                "ended. For other batches call loader.set_epoch(number) before the pass, or go on with one "
-                "iterator: batches = iter(loader), then next(batches)."
+                f"This pass begins with the batches of the pass before it, which was left after {received} "
+                f"batch{'es' * (received > 1)}: the order depends on the epoch, and epoch {epoch} has not "
+                "ended. For other batches go on with one iterator: batches = iter(loader) once, then "
+                "next(batches) in each step. Or call loader.set_epoch(number) before the pass."
             )
         self._furthest = latest if furthest is None or latest.batches >= furthest.batches else furthest
 

@@ -695,6 +695,44 @@ def test_a_pass_that_draws_the_same_batches_again_says_so_once() -> None:
     assert found[:2] != found[2:4] and messages == []
 
 
+def test_single_batches_of_new_passes_are_the_same_batch_and_that_is_said_once() -> None:
+    """As for a second loader, of unlabelled data, in each step of a loop over another one."""
+
+    def steps(num_steps: int, loader: Any) -> list[list[int]]:
+        return [next(iter(loader)).tolist() for _ in range(num_steps)]  # where idist. warns
+
+    found, (message,) = warned(lambda: steps(5, shuffled()))
+    assert all(batch == found[0] for batch in found)
+    assert "left after 1 batch:" in message and "batches = iter(loader) once, then next(batches)" in message
+
+    def kept() -> None:
+        loader = shuffled()
+        for _ in range(5):
+            batches = iter(loader)  # idist. warns, although the last one is still there
+            next(batches)
+
+    _, (message,) = warned(kept)
+    assert "left after 1 batch:" in message
+
+    def looks() -> None:
+        loader = shuffled()
+        steps(1, loader)
+        for _ in range(2):
+            for number, _ in enumerate(loader):
+                steps(1 + number % 2, loader)  # idist.: the loop goes on
+        for epoch in range(2, 5):
+            loader.set_epoch(epoch)
+            steps(1, loader)
+        batches = iter(loader)
+        for _ in range(3):
+            next(batches)
+
+    _, messages = warned(looks)
+    assert messages == []
+    _, messages = warned(lambda: steps(3, idist.auto_dataloader(DATA, batch_size=4, shuffle=False)))
+    assert messages == [], "one process draws the same batch in order too"
+
+
 def loads_what_does_not_fit(_: int, path: str) -> list[str]:
     saved = idist.auto_dataloader(DATA, batch_size=4, shuffle=True, seed=1)
     deque(islice(saved, 5), maxlen=0)

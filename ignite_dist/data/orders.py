@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from dataclasses import fields, is_dataclass
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -47,7 +49,7 @@ def _facts_of(dataset: Any, datasets: Sequence[Any], sampler: Any, kwargs: dict[
         "number of samples": length_or_none(dataset),
         "indices": indices,
         "indices inside of it": _indices_inside(datasets),
-        "contents": contents,
+        **contents,
         "sampler": None if sampler is None else type(sampler).__name__,
         "draws of the sampler": None if sampler is None else _draws_of(sampler),
         "batch_size": kwargs.get("batch_size", 1),
@@ -145,21 +147,26 @@ def _members(model: ComputationModel, group: Any) -> Group | None:
 
 def _compare(members: Group, rows: Sequence[Any]) -> None:
     named = [facts for facts, *_ in rows]
-    different = [name for name in named[0] if len({repr(one.get(name)) for one in named}) > 1]
+    different = [name for name in _common(named) if len({repr(one[name]) for one in named}) > 1]
     if not different:
         return
     name = different[0]
-    by_rank = describe_by_rank(members.ranks, [repr(one.get(name)) for one in named])
+    by_rank = describe_by_rank(members.ranks, [repr(one[name]) for one in named])
+    advice = _ADVICE.get(name.partition("[")[0], "")
     raise CollectiveMismatchError(
         f"auto_dataloader needs the same data set and settings on every rank, but the ranks differ in "
-        f"{', '.join(different)}. By rank, {name!r} is: {by_rank}. {_ADVICE.get(name, '')}".rstrip()
+        f"{', '.join(different)}. By rank, {name!r} is: {by_rank}. {advice}".rstrip()
     )
+
+
+def _common(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The names that all rows have."""
+    return [name for name in rows[0] if all(name in row for row in rows)]
 
 
 def _warn_of_attributes(members: Group, rows: Sequence[dict[str, str]]) -> None:
     """Warn of what differs and may be another path of the same data, say, so that it is no error."""
-    names = [name for name in rows[0] if all(name in row for row in rows)]
-    names = [name for name in names if len({row[name] for row in rows}) > 1]
+    names = [name for name in _common(rows) if len({row[name] for row in rows}) > 1]
     if names:
         named = ", ".join(names[:3]) + " and others" * (len(names) > 3)
         warn_user(
@@ -229,20 +236,19 @@ def _holds_numbers(value: Any) -> bool:
     return (_is_array(value) or (type(value) is Tensor and not value.is_meta)) and value.ndim > 0
 
 
-def _digests(dataset: Dataset[Any] | Any) -> tuple[str | None, str | None]:
-    """Digests of the indices of subsets, and of some items of data that is in memory."""
+def _digests(dataset: Dataset[Any] | Any) -> tuple[str | None, dict[str, str]]:
+    """Digests of the indices of subsets, and of some items of data that is in memory, by name."""
     indices = []
     while isinstance(dataset, Subset):
         indices.append(_digest_of_indices(dataset.indices))
         dataset = dataset.dataset
+    contents: dict[str, str] = {}
     if type(dataset) is range:
-        contents = repr(dataset)
+        contents["contents"] = repr(dataset)
     elif type(dataset) is TensorDataset:
-        contents = _digest([_some(tensor) for tensor in dataset.tensors])
-    elif type(dataset) in (list, tuple, Tensor) or _is_array(dataset):
-        contents = _digest(_some(dataset))
-    else:
-        contents = None
+        contents["contents"] = _digest([_some(tensor) for tensor in dataset.tensors])
+    elif _is_in_memory(dataset):
+        contents = _digests_of_items("contents", _some(dataset))
     return "/".join(indices) or None, contents
 
 
@@ -274,33 +280,91 @@ def _attributes_of(datasets: Sequence[Any]) -> dict[str, str]:
         if type(one).__module__.startswith("torch.utils.data.") or not size:
             continue
         for name, value in _vars(one).items():
-            if type(value) in (list, tuple, Tensor) or _is_array(value):
+            if _is_in_memory(value):
                 with suppress(Exception):  # raised by an array or a tensor of another kind
                     items = _some(value) if len(value) == size else []
                     if items and not any(item is None for item in items):  # it is no cache
                         key = f"{type(one).__name__}.{name}{f' ({number})' * (number > 0)}"
-                        digests[key] = _digest([_base_name(item) for item in items])
+                        digests.update(_digests_of_items(key, [_base_name(item) for item in items]))
     return digests
+
+
+def _digests_of_items(name: str, items: Sequence[Any]) -> dict[str, str]:
+    """A digest of items; of records the name of their class, and a digest of each field as ``name[field]``.
+
+    A field that some items lack, or that is None there, may be a cache that fills: it is left out, and ranks
+    compare the fields that all of them have.
+    """
+    records = [record for item in items if (record := _record(item)) is not None]
+    if not items or len(records) < len(items):
+        return {name: _digest(items)}
+    digests = {name: type(items[0]).__name__}
+    common = set(records[0]).intersection(*records[1:])
+    for field in sorted(common)[:_MOST_FIELDS]:
+        values = [record[field] for record in records]
+        if not any(value is None for value in values):
+            digests[f"{name}[{field}]"] = _digest(values)
+    if not common and all(records):  # numbers of words, say
+        digests[f"{name}[...]"] = _digest(items)
+    return digests
+
+
+def _record(value: Any) -> dict[str, Any] | None:
+    """The fields of a dict, a named tuple or a data class by name; None of others. A large dict has none."""
+    if isinstance(value, dict):
+        items: Any = list(dict.items(value)) if len(value) <= 2 * _MOST_ITEMS else []
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        items = zip(value._fields, value, strict=False)
+    elif is_dataclass(value) and not isinstance(value, type):
+        items = [(one.name, getattr(value, one.name, None)) for one in fields(value) if one.compare]
+    else:
+        return None
+    # Others, such as objects as keys, have no order and no name that is equal on all ranks.
+    return {repr(key): _base_name(item) for key, item in items if type(key) in _PLAIN}
 
 
 def _base_name(item: Any) -> Any:
     """``item`` with the names of files instead of paths: their folder may differ by machine."""
     if type(item) in (list, tuple):
         return [_base_name(one) for one in item[:_MOST_ITEMS]]
-    return os.path.basename(item) if isinstance(item, (str, os.PathLike)) else item
+    is_path = isinstance(item, os.PathLike) or (isinstance(item, str) and _may_be_path(item))
+    return os.path.basename(item) if is_path else item
+
+
+def _may_be_path(text: str) -> bool:
+    """False for a sentence: it may end with ``</s>``, say, which is no name of a file."""
+    return len(text) < 4096 and (os.path.isabs(text) or len(text.split(None, 1)) == 1)
 
 
 _MOST_DATASETS = 64
 _MOST_ITEMS = 1024  # that a digest takes from each end of a tensor, list or text
+_MOST_FIELDS = 16  # of records
+_MOST_VALUES = 1 << 13  # of a digest, in all of its lists and records
+_PLAIN = (str, bytes, int, float, bool, complex, type(None))
+_END = object()
+
+
+def _is_in_memory(value: Any) -> bool:
+    """True if items of it can be looked at: this runs no code of the script, and reads no file."""
+    return type(value) in (list, tuple, Tensor) or _is_array(value) or _is_frame(value)
 
 
 def _is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and hasattr(value, "tobytes")
 
 
+def _is_frame(value: Any) -> bool:
+    pandas: Any = sys.modules.get("pandas")
+    return pandas is not None and isinstance(value, (pandas.DataFrame, pandas.Series))
+
+
 def _some(items: Any) -> list[Any]:
     size = len(items)
-    return [items[number] for number in sorted({0, size // 2, size - 1})] if size else []
+    numbers = sorted({0, size // 2, size - 1}) if size else []
+    if _is_frame(items):  # rows, with their labels: df.sample(frac=1) changes the order of both
+        rows = items.iloc[numbers]
+        return list(zip(rows.index.tolist(), rows.to_numpy(dtype=object).tolist(), strict=True))
+    return [items[number] for number in numbers]
 
 
 def _digest_of_indices(indices: Any) -> str:
@@ -309,42 +373,56 @@ def _digest_of_indices(indices: Any) -> str:
     try:
         hashed.update(array("q", values))
     except (TypeError, OverflowError):  # names, for example
-        _update(hashed, values, len(values))
+        for part in _parts(values, len(values)):
+            hashed.update(part)
     return hashed.hexdigest()[:12]
 
 
 def _digest(value: Any) -> str:
     hashed = hashlib.sha1(usedforsecurity=False)
-    _update(hashed, value, _MOST_ITEMS)
+    for part in islice(_parts(value, _MOST_ITEMS), _MOST_VALUES):
+        hashed.update(part)
     return hashed.hexdigest()[:12]
 
 
-def _update(hashed: Any, value: Any, most: int) -> None:
-    """Add the ends of plain values to a hash, and the types of others."""
+def _parts(value: Any, most: int) -> Iterator[bytes]:
+    """What to hash: the ends of plain values, of the values in lists and records, and the types of others."""
+    waiting: list[Iterator[Any]] = [iter([value])]
+    while waiting:
+        one: Any = next(waiting[-1], _END)
+        if one is _END:
+            waiting.pop()
+        elif type(one) in (list, tuple):
+            yield f"{len(one)}".encode()
+            waiting.append(chain.from_iterable(_ends(one, most)))
+        elif (record := _record(one)) is not None:
+            yield f"{type(one).__qualname__} {len(record)}".encode()
+            # In an order that does not depend on how the record was made.
+            waiting.append(chain(*([key, record[key]] for key in sorted(record))))
+        elif _is_array(one) and one.dtype.hasobject:  # its bytes are addresses
+            yield f"{one.dtype} {one.shape}".encode()
+            waiting.append(chain.from_iterable(end.tolist() for end in _ends(one.reshape(-1), most)))
+        else:
+            yield from _parts_of_leaf(one, most)
+
+
+def _parts_of_leaf(value: Any, most: int) -> Iterator[bytes]:
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
-        hashed.update(f"{value.dtype} {tuple(value.shape)}".encode())
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
         if not value.is_quantized:
             for end in _ends(value.detach().reshape(-1), most):
                 plain = end.cpu().resolve_conj().resolve_neg().contiguous()
-                hashed.update(bytes(as_bytes(plain).tolist()))  # without numpy
-    elif type(value) in (list, tuple):
-        hashed.update(f"{len(value)}".encode())
-        for end in _ends(value, most):
-            for one in end:
-                _update(hashed, one, most)
+                yield bytes(as_bytes(plain).tolist())  # without numpy
     elif type(value) in (str, bytes):
-        hashed.update(f"{len(value)} {_ends(value, most)}".encode())
-    elif type(value) in (int, float, bool, type(None), complex):
-        hashed.update(repr(value).encode())
+        yield f"{len(value)} {_ends(value, most)}".encode()
+    elif type(value) in _PLAIN:
+        yield repr(value).encode()
     elif _is_array(value):
-        hashed.update(f"{value.dtype} {value.shape}".encode())
+        yield f"{value.dtype} {value.shape}".encode()
         for end in _ends(value.reshape(-1), most):
-            if value.dtype.hasobject:  # its bytes are addresses
-                _update(hashed, end.tolist(), most)
-            else:
-                hashed.update(end.tobytes())
+            yield end.tobytes()
     else:
-        hashed.update(type(value).__qualname__.encode())
+        yield type(value).__qualname__.encode()
 
 
 def _ends(items: Any, most: int) -> list[Any]:

@@ -377,6 +377,7 @@ def differing(_: int) -> list[str]:
     first, _ = random_split(DATA, [20, 3])
     _, second = random_split(DATA, [20, 3])
     whole: list[Any] = list(range(8))
+    records = [{"x": float(number), "name": "a"} for number in range(100)]
     for wrong in (
         lambda: idist.auto_dataloader(second, batch_size=2, shuffle=False),
         lambda: idist.auto_dataloader(first, batch_size=2, exact=True),
@@ -402,6 +403,8 @@ def differing(_: int) -> list[str]:
         lambda: idist.auto_dataloader(Transformed(second), batch_size=2, shuffle=False),
         lambda: idist.auto_dataloader(Transformed(Transformed(first)), batch_size=2, exact=True),
         lambda: idist.auto_dataloader(ConcatDataset([first, second]), batch_size=2, shuffle=False),
+        lambda: idist.auto_dataloader(random.sample(records, 100), batch_size=10, shuffle=False),
+        lambda: idist.auto_dataloader(idist.split_by_rank(records), batch_size=10, shuffle=False),
     ):
         with pytest.raises(CollectiveMismatchError) as info:
             wrong()
@@ -416,6 +419,7 @@ def test_what_differs_is_said_on_every_rank_before_anything_is_drawn() -> None:
     assert first == second
     wanted = ("random_split", "random_split", "whole data set", "number of samples", "batch_size", "seed")
     wanted += ("exact", *["draws of the sampler"] * 14, *["random_split"] * 3)
+    wanted += ("contents['x']", "whole data set")
     for message, text in zip(first, wanted, strict=True):
         assert text in message and "rank 0: " in message and "rank 1: " in message
 
@@ -440,12 +444,18 @@ def differing_attributes(_: int) -> list[str]:
         assert not caught
         for others in (names[rank:] + names[:rank], [(name, rank) for name in names], torch.ones(9) * rank):
             idist.auto_dataloader(Files(others), batch_size=3, shuffle=True)
+        records = [{"name": name, "cache": None, "place": object()} for name in names]
+        records[0]["cache"] = [None, 1][rank]  # rank 1 has looked at this sample
+        idist.auto_dataloader(Files(records), batch_size=3, shuffle=True)
+        assert len(caught) == 3
+        idist.auto_dataloader(Files(records[rank:] + records[:rank]), batch_size=3, shuffle=True)
     return [str(one.message) for one in caught]
 
 
 def test_what_a_data_set_has_is_compared_and_a_warning() -> None:
     for found in on_ranks(differing_attributes):
-        assert len(found) == 3 and all("ranks 0-1 differ in Files.names" in text for text in found)
+        assert len(found) == 4 and all("ranks 0-1 differ in Files.names" in text for text in found)
+        assert "Files.names['name']: " in found[3]
 
 
 class Twice(Kept):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -601,8 +602,26 @@ class Drawn(list[int]):
         raise AssertionError("drawn from")
 
 
-def digest(dataset: Any) -> tuple[str | None, str | None]:
+def digest(dataset: Any) -> tuple[str | None, dict[str, str]]:
     return orders._digests(dataset)
+
+
+class Named(NamedTuple):
+    number: int
+    name: str
+
+
+@dataclasses.dataclass
+class Record:
+    number: int
+    lock: Any = None
+    words: Any = None
+    place: int = dataclasses.field(default=0, compare=False)
+
+
+def table(order: list[int]) -> Any:
+    pandas = pytest.importorskip("pandas")
+    return pandas.DataFrame({"x": [0, 0, 0], "name": ["a", "a", "a"]}, index=order)
 
 
 def frame(text: str) -> Any:
@@ -613,6 +632,14 @@ def frame(text: str) -> Any:
     ("one", "other"),
     [
         (lambda: frame("item"), lambda: frame("text")),
+        (lambda: table([3, 1, 2]), lambda: table([3, 2, 1])),
+        (lambda: [{"x": 1.0}], lambda: [{"x": 2.0}]),
+        (lambda: [{"a": 1}, {"b": 1}, {"c": 1}], lambda: [{"b": 1}, {"a": 1}, {"c": 1}]),
+        (lambda: [{"inner": {"x": [1]}}], lambda: [{"inner": {"x": [2]}}]),
+        (lambda: [{"text": "one </s>"}], lambda: [{"text": "two </s>"}]),
+        (lambda: [Named(1, "a")], lambda: [Named(1, "b")]),
+        (lambda: [Record(1)], lambda: [Record(2)]),
+        (lambda: [(1, Record(1))], lambda: [(1, Record(2))]),
         (lambda: np.zeros(3), lambda: np.ones(3)),
         (lambda: [torch.zeros(1 << 20)], lambda: [torch.ones(1 << 20)]),
         (lambda: TensorDataset(torch.ones(3, 2).cfloat().conj()), lambda: TensorDataset(torch.zeros(3, 2))),
@@ -621,11 +648,45 @@ def frame(text: str) -> Any:
         (lambda: Subset({"a": 1}, ["a"]), lambda: Subset({"a": 1}, ["b"])),  # type: ignore[arg-type]
         (lambda: Subset(DATA, torch.arange(3)), lambda: Subset(DATA, torch.arange(4))),  # type: ignore[arg-type]
     ],
-    ids=["objects", "arrays", "tensors", "conjugates", "texts", "indices", "names", "tensors of indices"],
+    ids=[
+        *(
+            "objects",
+            "frames",
+            "dicts",
+            "dicts of different keys",
+            "dicts inside",
+            "sentences",
+            "named tuples",
+        ),
+        *("data classes", "data classes inside", "arrays", "tensors", "conjugates", "texts"),
+        *("indices", "names", "tensors of indices"),
+    ],
 )
 def test_equal_data_has_equal_digests_and_other_data_others(one: Any, other: Any) -> None:
     assert digest(one()) == digest(one()) != digest(other())
 
 
 def test_lists_of_other_classes_are_not_drawn_from() -> None:
-    assert digest(Drawn(range(9))) == (None, None)
+    assert digest(Drawn(range(9))) == (None, {})
+
+
+def test_records_with_equal_fields_have_equal_digests() -> None:
+    """However they were made, and whatever is no data in them."""
+    one, other = {"x": 1, "path": Path("/a/1.png")}, {"path": Path("/b/1.png"), "x": 1}
+    assert digest([one]) == digest([other])
+    assert digest([Record(1, object(), {"a", "b"}, 1)]) == digest([Record(1, object(), {"c"}, 2)])
+    assert digest([{"x": 1, object(): 1}]) == digest([{"x": 1, object(): 2}])
+
+
+def test_records_without_an_end_and_large_ones_have_digests() -> None:
+    node: dict[str, Any] = {"x": 1}
+    node["nodes"] = [node] * 10
+    assert digest([node]) == digest([node])
+    large = dict.fromkeys(range(1 << 16), 0)
+    assert digest([large]) == (None, {"contents": "dict"})
+
+
+def test_fields_that_may_be_caches_are_left_out() -> None:
+    (_, filled), (_, empty) = digest([{"x": 1, "it": 1}, {"x": 2}]), digest([{"x": 1}, {"x": 2, "it": None}])
+    assert filled == empty and list(filled) == ["contents", "contents['x']"]
+    assert list(digest([{"it": 1}, {}])[1]) == ["contents"]

@@ -6,7 +6,7 @@ import hashlib
 import os
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from itertools import chain, islice
@@ -103,7 +103,8 @@ def agree_on_order(
     fault = "" if found in (None, tuple(place)) else _wrong_place(sampler, found, place)
     if members is not None and len(members.ranks) > 1:
         settings = {"seed": given, "exact": exact, "ranks that share the data": place.num_ranks}
-        row = {**settings, **facts}, _attributes_of(datasets), seed, fault
+        attributes = _attributes_of(datasets)
+        row = {**settings, **facts}, attributes, _words_of(datasets, attributes), seed, fault
         rows = perform(
             model,
             "auto_dataloader",
@@ -113,7 +114,8 @@ def agree_on_order(
         )
         _compare(members, rows)
         _warn_of_attributes(members, [row[1] for row in rows])
-        seed = rows[0][2]
+        _warn_of_words(members, [row[2] for row in rows])
+        seed = rows[0][3]
         faults = [
             f"On rank {rank}: {text}" for rank, (*_, text) in zip(members.ranks, rows, strict=True) if text
         ]
@@ -168,12 +170,31 @@ def _warn_of_attributes(members: Group, rows: Sequence[dict[str, str]]) -> None:
     """Warn of what differs and may be another path of the same data, say, so that it is no error."""
     names = [name for name in _common(rows) if len({row[name] for row in rows}) > 1]
     if names:
-        named = ", ".join(names[:3]) + " and others" * (len(names) > 3)
         warn_user(
-            f"The data sets of {describe_ranks(members.ranks)} differ in {named}: auto_dataloader "
+            f"The data sets of {describe_ranks(members.ranks)} differ in {_listed(names)}: auto_dataloader "
             "needs the same data in the same order on every rank, or samples come twice and others never. "
             f"{_ADVICE['contents']}"
         )
+
+
+def _warn_of_words(members: Group, rows: Sequence[dict[str, tuple[str, str]]]) -> None:
+    """Warn of the same words in another order. Other words may be of this rank, or a cache that fills."""
+    by_name = {name: [row[name] for row in rows] for name in _common(rows)}
+    names = [
+        name
+        for name, found in by_name.items()
+        if len({words for words, _ in found}) == 1 < len({order for _, order in found})
+    ]
+    if names:
+        warn_user(
+            f"The data sets of {describe_ranks(members.ranks)} have the same words in {_listed(names)}, but "
+            "in different orders: a number that stands for a word (a label, a token) means another one on "
+            "some ranks. A set of text may have another order in each process: take sorted(set(words))."
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + " and others" * (len(names) > 3)
 
 
 _ADVICE = {
@@ -272,21 +293,52 @@ def _inner_datasets(dataset: Any) -> list[Any]:
     return found
 
 
+def _named_attributes(datasets: Sequence[Any]) -> Iterator[tuple[str, Any, int | None]]:
+    """The attributes of data sets of the script's own classes: name, value, number of samples."""
+    for number, one in enumerate(datasets):
+        if not type(one).__module__.startswith("torch.utils.data."):
+            size = length_or_none(one)
+            for name, value in _vars(one).items():
+                yield f"{type(one).__name__}.{name}{f' ({number})' * (number > 0)}", value, size
+
+
 def _attributes_of(datasets: Sequence[Any]) -> dict[str, str]:
     """Digests of some items of what data sets have for each sample: names of files, labels."""
     digests = {}
-    for number, one in enumerate(datasets):
-        size = length_or_none(one)
-        if type(one).__module__.startswith("torch.utils.data.") or not size:
-            continue
-        for name, value in _vars(one).items():
-            if _is_in_memory(value):
-                with suppress(Exception):  # raised by an array or a tensor of another kind
-                    items = _some(value) if len(value) == size else []
-                    if items and not any(item is None for item in items):  # it is no cache
-                        key = f"{type(one).__name__}.{name}{f' ({number})' * (number > 0)}"
-                        digests.update(_digests_of_items(key, [_base_name(item) for item in items]))
+    for name, value, size in _named_attributes(datasets):
+        if _is_in_memory(value):
+            with suppress(Exception):  # raised by an array or a tensor of another kind
+                items = _some(value) if len(value) == size else []
+                if items and not any(item is None for item in items):  # it is no cache
+                    digests.update(_digests_of_items(name, [_base_name(item) for item in items]))
     return digests
+
+
+def _words_of(datasets: Sequence[Any], others: Container[str]) -> dict[str, tuple[str, str]]:
+    """Digests of lists and dicts that have words, in attributes but ``others``: in any order, and in theirs.
+
+    A set of text may have another order in each process, a set of numbers has the same one.
+    """
+    digests = {}
+    for name, value, _ in _named_attributes(datasets):
+        is_dict = isinstance(value, dict)
+        if name in others or not (is_dict or type(value) in (list, tuple)) or len(value) > _MOST_WORDS:
+            continue
+        rows = list(dict.items(value)) if is_dict else [(one,) for one in value]
+        columns = list(zip(*rows, strict=True))
+        kinds = {*map(type, chain(*columns))}
+        words = [one for one in chain(*columns) if type(one) in (str, bytes)]
+        if words and kinds.issubset(_PLAIN) and max(map(len, words)) <= _LONGEST_WORD:
+            texts = [list(map(repr, column)) for column in columns]
+            pairs = map(" ".join, zip(*texts, strict=True))
+            in_any_order = chain.from_iterable(map(sorted, texts))
+            in_order = sorted(pairs) if is_dict else pairs
+            digests[name] = _digest_of_texts(in_any_order), _digest_of_texts(in_order)
+    return digests
+
+
+def _digest_of_texts(texts: Iterable[str]) -> str:
+    return hashlib.sha1("\n".join(texts).encode(), usedforsecurity=False).hexdigest()[:12]
 
 
 def _digests_of_items(name: str, items: Sequence[Any]) -> dict[str, str]:
@@ -339,6 +391,7 @@ def _may_be_path(text: str) -> bool:
 _MOST_DATASETS = 64
 _MOST_ITEMS = 1024  # that a digest takes from each end of a tensor, list or text
 _MOST_FIELDS = 16  # of records
+_MOST_WORDS, _LONGEST_WORD = 1 << 16, 128  # of what counts as words, not as data
 _MOST_VALUES = 1 << 13  # of a digest, in all of its lists and records
 _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 _END = object()

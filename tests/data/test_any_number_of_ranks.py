@@ -458,6 +458,52 @@ def test_what_a_data_set_has_is_compared_and_a_warning() -> None:
         assert "Files.names['name']: " in found[3]
 
 
+class Words(Transformed):
+    """A data set of the numbers of words, with attributes that may differ by rank."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(range(5))
+        self.__dict__.update(attributes)
+
+
+class StreamOfWords(Stream):
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+
+
+def words_by_rank(_: int) -> list[str]:
+    rank, words = idist.get_rank(), ["cat", "dog", "owl"]
+    other = words[rank:] + words[:rank]  # the order of a set in another process
+    fine: list[dict[str, Any]] = [
+        {"ids": {word: number for number, word in enumerate(words)}, "classes": words},
+        {"of_rank": {"rank": rank, "size": 2}, "place": [rank, 1 - rank], "folders": [f"/data/{rank}", "/"]},
+        {"seeds": {"seed": 1000 + rank}, "counts": {"hits": rank}, "cache": {words[rank]: "text"}},
+        {"seen": words[: 1 + rank], "nothing": words if rank else [], "counter": rank, "name": words[rank]},
+        {"made": dict.fromkeys(other, 1), "set": set(words), "objects": [object(), words[rank]]},
+        {"texts": ["a" * 1000 + word for word in other]},
+    ]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for attributes in fine:
+            idist.auto_dataloader(Words(**attributes), batch_size=2, shuffle=True)
+        assert not caught, caught[0]
+        for attributes in (
+            {"ids": {word: number for number, word in enumerate(other)}},
+            {"ids": dict(enumerate(other))},
+            {"ids": other},
+            {"ids": (*other, None, b"", 1.5, True)},
+        ):
+            idist.auto_dataloader(Transformed(Words(**attributes)), batch_size=2, shuffle=True)
+        idist.auto_dataloader(StreamOfWords(other), batch_size=2, shard=True)
+    return [str(one.message) for one in caught]
+
+
+def test_words_in_another_order_are_a_warning_and_what_may_differ_is_none() -> None:
+    for *found, of_stream in on_ranks(words_by_rank):
+        assert len(found) == 4 and all("the same words in Words.ids (1), but" in text for text in found)
+        assert "the same words in StreamOfWords.words, but" in of_stream and "sorted(set(" in of_stream
+
+
 class Twice(Kept):
     """Each order of another sampler is for two epochs."""
 

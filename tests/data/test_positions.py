@@ -620,7 +620,8 @@ class Record:
 
 
 def table(order: list[int]) -> Any:
-    pandas = pytest.importorskip("pandas")
+    import pandas
+
     return pandas.DataFrame({"x": [0, 0, 0], "name": ["a", "a", "a"]}, index=order)
 
 

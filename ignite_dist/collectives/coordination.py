@@ -329,6 +329,7 @@ def one_rank_only(
         RuntimeError: the function calls a function of ``one_rank_only`` for another rank, with
             ``with_barrier`` or ``broadcast``.
         RankFailedError: on every other rank if the function raises, with ``with_barrier`` or ``broadcast``.
+        CollectiveMismatchError: the ranks call functions of different names with ``broadcast``.
         ValueError: ``rank`` is not an int, or not in the group (without a group: not in the world, with
             ``with_barrier`` or ``broadcast``); or ``group`` is not a group. Nothing was sent.
 
@@ -434,7 +435,8 @@ def _one_of(ranks: Sequence[int], rank: Any) -> int:
 def _run_on_one(
     model: ComputationModel, group: Group, rank: int, function: Callable[[], Any], share_result: bool
 ) -> Any:
-    arguments = f"{function.__qualname__}, rank={rank}{', broadcast=True' * share_result}"
+    # With another function on this rank, the caller would get the result of the other one.
+    arguments = f"rank={rank}{f', broadcast=True, {function.__qualname__}' * share_result}"
     called = Caller("one_rank_only", arguments)
     if not is_member(model, group):
         return perform(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import signal
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from threading import get_ident
 from traceback import walk_tb
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 from ignite_dist.comp_models import ComputationModel, Group
@@ -103,11 +104,21 @@ def is_interrupt(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and "allocate memory" in str(error):
         return True
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    return any(map(_is_handler, frames[1:], frames))
+    handlers = _codes_of_handlers()
+    return any(frame.f_code in handlers for frame in frames) or any(map(_got_caller, frames[1:], frames))
 
 
-def _is_handler(frame: FrameType, caller: FrameType) -> bool:
-    """True for a handler of a signal: Python passes it the frame that the signal has interrupted."""
+def _codes_of_handlers() -> set[CodeType]:
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    functions: list[Any] = [getattr(handler, "__func__", handler) for handler in handlers]
+    return {function.__code__ for function in functions if hasattr(function, "__code__")}
+
+
+def _got_caller(frame: FrameType, caller: FrameType) -> bool:
+    """True for a handler of a signal, which Python passes the interrupted frame.
+
+    Finds handlers without code of their own, such as a ``partial``, and those that are no handlers any more.
+    """
     values: list[Any] = list(frame.f_locals.values())
     rest = [value for some in values if type(some) is tuple for value in some]  # of *args
     return any(value is caller for value in [*values, *rest])

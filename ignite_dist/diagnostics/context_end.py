@@ -24,10 +24,13 @@ from torch.distributed import DistError, Store
 from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.transport import Wait
 from ignite_dist.diagnostics.ended_processes import (
+    WITH_STORE,
+    WITHOUT_REPORT,
     add_process,
     failure_of,
     find_ended,
     first_rank,
+    is_first_rank_known,
     mark_consequence,
 )
 from ignite_dist.diagnostics.flight_recorder import Recorder
@@ -63,7 +66,7 @@ _ALIVE_CHECK_SECONDS = 300.0
 _STORE_SECONDS = 2.0
 # A rank whose collective has failed waits this long for a report, or for the end of another rank's process.
 # The system closes the connections of a process shortly before the process has ended.
-_REPORT_SECONDS, _FIRST_REPORT_POLL_SECONDS = 1.0, 0.005
+_REPORT_SECONDS, _FIRST_REPORT_POLL_SECONDS, _REQUESTS_PER_LOOK = 1.0, 0.005, 8
 
 
 @dataclass
@@ -105,6 +108,8 @@ class Endings:
         self._explanation: dict[str, Any] | None = None  # the explanation of a wait that cannot succeed
         self._cpu_times: dict[int, str] = {}
         self._first_rank: Peer | None = None  # if its process is on this machine; it may serve the store
+        self._is_first_rank_known = False
+        self._is_store_lost = False  # no answer came when a rank had failed
 
     def introduce(self, store: Store, rank: int) -> None:
         """Tell the other ranks the process of ``rank``."""
@@ -112,7 +117,8 @@ class Endings:
 
     def find_first_rank(self, store: Store) -> None:
         """Remember the process of rank 0, which cannot be asked for once rank 0 has ended with the store."""
-        self._first_rank = self._first_rank or first_rank(store)
+        if not self._is_first_rank_known and is_first_rank_known(store):
+            self._first_rank, self._is_first_rank_known = first_rank(store), True
 
     # --- in a rank that ends its context ---------------------------------------------------------------
 
@@ -328,23 +334,30 @@ class Endings:
 
     def _wait_for_reports(self, store: Store) -> _Reports:
         """The reports as soon as there is one, also about a process that has ended without one."""
-        deadline, period = time.monotonic() + _REPORT_SECONDS, _FIRST_REPORT_POLL_SECONDS
+        for rank in self._recorder.logs:
+            mark_consequence(store, rank)  # the end of this process is none of the causes
+        deadline = time.monotonic() + _REPORT_SECONDS
+        period = max(_FIRST_REPORT_POLL_SECONDS, _REQUESTS_PER_LOOK * self._world_size / _POLLS_PER_SECOND)
         while True:
-            reports = self._read_reports(store)
+            ended = find_ended(store)
+            reports = self._read_reports(store)  # after the look: a rank reports before its process ends
+            killed = [peer for peer in ended if peer.rank not in reports.left]
             if reports.explanation or reports.failure or time.monotonic() > deadline:
                 return reports
-            ended = find_ended(store)
-            if ended is not None:
-                store.compare_set(FIRST_FAILURE, "", json.dumps(failure_of(ended)))  # also for other machines
+            if killed:
+                failure = json.dumps(failure_of(killed, WITHOUT_REPORT))
+                store.compare_set(FIRST_FAILURE, "", failure)  # also for other machines
             elif reports.left:
                 return reports
             time.sleep(period)
-            period = min(2 * period, _POLL_SECONDS)
+            period = max(period, min(2 * period, _POLL_SECONDS))
 
     def _report_of_lost_store(self) -> _Reports | None:
         """The report about rank 0 if its process has ended, and the store with it."""
         first = self._first_rank
-        return _Reports(None, failure_of(first), {}) if first is not None and first.has_ended() else None
+        if first is None or not first.has_ended():
+            return None
+        return _Reports(None, failure_of([first], WITH_STORE), {})
 
     def _read_reports(self, store: Store) -> _Reports:
         outcome = store.get(END_OUTCOME) if store.check([END_OUTCOME]) else b"all"
@@ -359,6 +372,8 @@ class Endings:
     def _in_time(self, request: Callable[[Store], _Answer]) -> _Answer | None:
         """The answer to ``request``. None if the store does not answer: its host may be lost."""
         answers: list[_Answer] = []
+        if self._is_store_lost:
+            return None
 
         def ask() -> None:
             with suppress(DistError):
@@ -367,4 +382,5 @@ class Endings:
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
         thread.join(_STORE_SECONDS)
+        self._is_store_lost = not answers
         return answers[0] if answers else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -32,43 +33,51 @@ def add_process(store: Store, rank: int) -> None:
 
 
 def mark_consequence(store: Store, rank: int) -> None:
-    """Say that the process of ``rank`` may end now, and that this is not the cause of other ranks' errors."""
+    """Mark ``rank``: if its process ends, that is a consequence."""
     store.append(_CONSEQUENCES.format(_machine()), f"{rank}\n")  # type: ignore[attr-defined]
 
 
-def find_ended(store: Store) -> Peer | None:
-    """A process of this machine that has ended without a report; None if there is none."""
+def find_ended(store: Store) -> list[Peer]:
+    """The processes of this machine that have ended and are not marked."""
     processes, consequences = _PROCESSES.format(_machine()), _CONSEQUENCES.format(_machine())
     if not store.check([processes]):
-        return None
+        return []
     peers = [Peer(*json.loads(line)) for line in store.get(processes).splitlines()]
     ended = [peer for peer in peers if peer.has_ended()]
     # Read after the look: a process writes this before it ends.
-    others = set(map(int, store.get(consequences).split())) if store.check([consequences]) else set()
-    return next((peer for peer in ended if peer.rank not in others), None)
+    marked = set(map(int, store.get(consequences).split())) if store.check([consequences]) else set()
+    return [peer for peer in ended if peer.rank not in marked]
+
+
+def is_first_rank_known(store: Store) -> bool:
+    """True once rank 0 has added its process."""
+    return store.check([_FIRST_RANK])
 
 
 def first_rank(store: Store) -> Peer | None:
-    """The process of rank 0; None if it runs on another machine, or is not known yet."""
-    if not store.check([_FIRST_RANK]):
-        return None
+    """The process of rank 0; None if it runs on another machine."""
     machine, line = json.loads(store.get(_FIRST_RANK))
     return Peer(*json.loads(line)) if machine == _machine() else None
 
 
-def failure_of(peer: Peer) -> dict[str, Any]:
-    """The arguments of the ``RankFailedError`` about a process that has ended without a report."""
+def failure_of(ended: Sequence[Peer], what: str) -> dict[str, Any]:
+    """The arguments of the ``RankFailedError`` about processes that have ended."""
     host = socket.gethostname()
-    text = (
-        f"Rank {peer.rank} (pid {peer.pid} on {host}) has ended without a report of an error, as after a "
-        "signal or when memory is short. See its output, and its launcher's."
-    )
-    return {"rank": peer.rank, "error_type": "", "traceback": "", "message": text, "host": host}
+    names = ", ".join(f"rank {peer.rank} (pid {peer.pid} on {host})" for peer in ended)
+    text = f"{names.capitalize()} {'have' if len(ended) > 1 else 'has'} ended {what}"
+    return {"rank": ended[0].rank, "error_type": "", "traceback": "", "message": text, "host": host}
+
+
+WITHOUT_REPORT = (
+    "without a report of an error, as after a signal or when memory is short. See the output of the rank and "
+    "of its launcher."
+)
+WITH_STORE = "and the store with it. The output of the rank says why."
 
 
 @cache
 def _machine() -> str:
-    """A name for what shares this process's numbers: the running system and its namespace. "" if unknown."""
+    """Identifies the running system and the namespace in which process ids are unique. "" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -105,6 +105,15 @@ def _set_append_mode(handler: logging.FileHandler) -> None:
         fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
 
 
+def _is_shown(logger: logging.Logger | None) -> bool:
+    """True if records that come to ``logger`` come to a handler that workers have too."""
+    while logger is not None:
+        if any(_Handler.of(handler) is not None for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
 @dataclass(frozen=True)
 class _Logger:
     level: int
@@ -116,10 +125,10 @@ class _Logger:
     @classmethod
     def of(cls, logger: logging.Logger) -> _Logger:
         handlers = tuple(found for handler in logger.handlers if (found := _Handler.of(handler)) is not None)
-        # rich's handler, for example, cannot be sent. The records would be lost without a word.
-        others = [one for one in logger.handlers if not type(one).__module__.startswith("_pytest.")]
-        if others and not handlers:
-            handlers = (_Handler.on_stderr(others[0]),)
+        if not handlers and not _is_shown(logger.parent if logger.propagate else None):
+            # rich's handler, for example, cannot be sent. The records would be lost without a word.
+            others = [one for one in logger.handlers if not type(one).__module__.startswith("_pytest.")]
+            handlers = tuple(map(_Handler.on_stderr, others[:1]))
         filters = _encoded(None, logger.filters)
         return cls(logger.level, logger.propagate, logger.disabled, filters, handlers)
 

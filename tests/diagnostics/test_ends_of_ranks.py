@@ -395,6 +395,7 @@ def test_the_process_that_serves_the_store_is_named(tmp_path: Path) -> None:
     environs = helpers.torchrun_environs(2, helpers.free_port(), agent_store=False)
     of_other = helpers.end_of_ranks(loses_the_store, tmp_path, environs=environs)[1]
     assert of_other.result.startswith("Rank 0 (pid "), of_other
+    assert "has ended and the store with it" in of_other.result
 
 
 def is_interrupted(folder: Path) -> str:

@@ -19,6 +19,7 @@ from ignite_dist.collectives.checks import is_sharded
 from ignite_dist.collectives.coordination import Caller
 from ignite_dist.collectives.interrupts import one_call
 from ignite_dist.comp_models import ComputationModel, Group
+from ignite_dist.comp_models.training import check_no_scheduler
 from ignite_dist.context.live import current_model
 from ignite_dist.data.loaders import auto_dataloader
 from ignite_dist.data.model_buffers import group_of_parameters, remember_model
@@ -457,7 +458,8 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         optimizer: any torch optimizer.
         zero: shard the optimizer state over all ranks with torch's ``ZeroRedundancyOptimizer``: each rank
             updates some of the parameters and broadcasts them. For a model in ``DistributedDataParallel``
-            without ``process_group``. Ignored in a world of one; not supported by Horovod and XLA.
+            without ``process_group``. Ignored in a world of one; not supported by Horovod and XLA. Make a
+            scheduler after this call, of the result.
         kwargs: under Horovod the keywords of ``hvd.DistributedOptimizer``: ``named_parameters``,
             ``compression``, ``backward_passes_per_step``, ...
 
@@ -473,7 +475,8 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: ``zero`` is True, and the backend does not support it, or only some ranks train the model.
             ``zero`` or ``strategy="fsdp"`` is used with an optimizer whose step needs all parameters
-            together (one that requires a closure: LBFGS). Raised before anything is changed.
+            together (one that requires a closure: LBFGS). Or ``zero`` is True, and a scheduler was made for
+            ``optimizer`` before (with one process too). Raised before anything is changed.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"auto_optim takes a torch optimizer, got {kind_of(optimizer)}.")
@@ -483,6 +486,8 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
     if zero and live.get_world_size() > 1:
         _check_zero(live, optimizer)
         optimizer = live.training.shard_optimizer(optimizer)
+    elif zero:  # a script that trains on one process trains on several
+        check_no_scheduler(optimizer)
     wrapped = live.training.wrap_optimizer(optimizer, **kwargs)
     live.training.optimizers[id(wrapped)] = wrapped
     if not live.training.averages_gradients and live.get_world_size() > 1:

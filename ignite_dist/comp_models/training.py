@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -11,10 +12,11 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.comp_models.work import communicates
-from ignite_dist.internals import tracing
+from ignite_dist.internals import _torch, tracing
 from ignite_dist.internals.arguments import check_keywords
 from ignite_dist.internals.call_sites import warn_user
 
@@ -32,6 +34,20 @@ def check_fsdp_keywords(kwargs: Mapping[str, Any]) -> None:
     from torch.distributed.fsdp import fully_shard
 
     check_keywords("auto_model", kwargs, set(inspect.signature(fully_shard).parameters) - {"module"})
+
+
+def check_no_scheduler(optimizer: Optimizer) -> None:
+    """Raise ValueError if a scheduler was made for ``optimizer``, which ``zero=True`` replaces."""
+    # ReduceLROnPlateau leaves no mark.
+    schedulers = (one for one in gc.get_objects() if issubclass(type(one), LRScheduler))
+    if _torch.has_had_scheduler(optimizer) or any(
+        getattr(one, "optimizer", None) is optimizer for one in schedulers
+    ):
+        raise ValueError(
+            f"A scheduler was made for this {type(optimizer).__name__} before auto_optim(zero=True), which "
+            "makes another optimizer: the scheduler would change nothing. Make the scheduler after "
+            "auto_optim, of its result."
+        )
 
 
 class Training:
@@ -169,7 +185,7 @@ class Training:
         """An optimizer like ``optimizer``, with its state sharded over the ranks.
 
         Raises:
-            ValueError: the backend cannot shard optimizers.
+            ValueError: the backend cannot shard optimizers, or ``optimizer`` has a scheduler.
         """
         raise ValueError(
             f"zero=True needs torch.distributed, but this backend is {self.context.backend()!r}: omit zero."

@@ -231,6 +231,12 @@ _NAMES = (
         for name in (f"{_OPTIMIZER}._optimizer_step_pre_hooks", f"{_OPTIMIZER}._optimizer_step_post_hooks")
     ),
     (
+        "torch.optim.lr_scheduler.LRScheduler.__init__._wrapped_by_lr_sched",
+        "ZeRO makes a new optimizer, which a scheduler made before does not change. If it has been "
+        "deleted since, only this mark on the optimizer's step is left.",
+        "a scheduler made before auto_optim(zero=True) and deleted since is no error",
+    ),
+    (
         "torch._dynamo",
         "The constructor of DDP imports this module, for seconds. The fork server imports it in idle time.",
         "each worker imports the module itself",
@@ -516,6 +522,11 @@ def is_batch_norm(module: Module) -> bool:
 def step_hooks(optimizer: Optimizer) -> tuple[MutableMapping[int, Any], MutableMapping[int, Any]]:
     """Hooks that run before and after each step, by handle id."""
     return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+
+
+def has_had_scheduler(optimizer: Optimizer) -> bool:
+    """True if a scheduler of torch was made for ``optimizer``, also if it has been deleted since."""
+    return hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched")
 
 
 INSIDE_OF_COMPILED = "_orig_mod"

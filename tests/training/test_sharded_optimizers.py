@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Sequential, Tanh
 from torch.nn.functional import mse_loss
 from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 import ignite_dist as idist
 
@@ -71,6 +73,36 @@ def test_alone_it_is_not() -> None:
     optimizer = LBFGS(model.parameters())
     assert idist.auto_optim(optimizer, zero=True) is optimizer
     go(model, optimizer, [0])
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "step": lambda optimizer: StepLR(optimizer, 1),
+    "plateau": ReduceLROnPlateau,
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=0.1, total_steps=9),
+}
+
+
+def _scheduled(_: int, kind: str) -> None:
+    model = idist.auto_model(make_model())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scheduler = SCHEDULERS[kind](optimizer)
+    assert idist.auto_optim(optimizer) is optimizer, "without zero it is the same optimizer"
+    with pytest.raises(ValueError, match=r"scheduler was made for this SGD before auto_optim\(zero=True\)"):
+        idist.auto_optim(optimizer, zero=True)
+    del scheduler
+    if kind != "plateau":  # which leaves no mark
+        with pytest.raises(ValueError, match="Make the scheduler after auto_optim"):
+            idist.auto_optim(optimizer, zero=True)
+    sharded = idist.auto_optim(SGD(model.parameters(), lr=0.1), zero=True)
+    SCHEDULERS[kind](sharded)
+    if idist.get_world_size() > 1:
+        assert idist.auto_optim(sharded, zero=True) is sharded, "no other optimizer is made"
+
+
+@pytest.mark.parametrize("kind", list(SCHEDULERS))
+def test_a_scheduler_of_the_optimizer_that_zero_replaces_is_refused(kind: str) -> None:
+    idist.spawn("gloo", _scheduled, (kind,), nproc_per_node=2)
+    _scheduled(0, kind)
 
 
 def _closures(_: int, zero: bool, options: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ignite_dist.comp_models.native import ddp_reduction, further_passes, replicas
-from ignite_dist.comp_models.training import Training, check_fsdp_keywords
+from ignite_dist.comp_models.training import Training, check_fsdp_keywords, check_no_scheduler
 from ignite_dist.comp_models.transport import Group
 from ignite_dist.internals import _torch
 from ignite_dist.internals.call_sites import warn_user
@@ -316,6 +316,7 @@ def _shard_optimizer(optimizer: Optimizer) -> Optimizer:
     if isinstance(optimizer, ZeroRedundancyOptimizer):
         return optimizer
     _check_separable(optimizer, "zero=True shards its state")
+    check_no_scheduler(optimizer)
     # `defaults` may have keys that __init__ does not accept, such as AdamW's decoupled_weight_decay.
     accepted = inspect.signature(type(optimizer).__init__).parameters
     options = {name: value for name, value in optimizer.defaults.items() if name in accepted}

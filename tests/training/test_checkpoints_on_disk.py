@@ -642,11 +642,11 @@ def test_a_file_of_a_wrapped_model_loads_anywhere(tmp_path: Path) -> None:
 
 def gathers_and_restores(local_rank: int, folder: Path) -> list[Any]:
     """True if the load restores the random state of the save; and what the rank gathers."""
-    rank = idist.get_rank()
+    rank, loader = idist.get_rank(), idist.auto_dataloader(range(6), batch_size=3)  # type: ignore[arg-type]
     torch.manual_seed(rank)
-    idist.save_checkpoint(folder / "run.pt")
+    idist.save_checkpoint(folder / "run.pt", loader=loader)
     expected = torch.rand(3).tolist()
-    idist.load_checkpoint(folder / "run.pt")
+    idist.load_checkpoint(folder / "run.pt", loader=loader)
     live = current_model()
     states = rank_states.gather_on_rank_0(live, {"loader": None, "random_states": rank})
     return [torch.rand(3).tolist() == expected, states]

@@ -155,17 +155,22 @@ def draws() -> list[Any]:
 
 @on_every_rank
 def test_the_random_states_of_each_rank(tmp_path: Path) -> None:
-    device = idist.device()
-    idist.save_checkpoint(tmp_path / "run.pt")
+    device, run = idist.device(), Run(1.0)
+    idist.save_checkpoint(tmp_path / "run.pt", model=run.model, optimizer=run.optimizer)
     idist.barrier()  # ranks that are threads of one process share these states
     before = draws()
     on_device = torch.rand(3, device=device).tolist() if device.type != "cpu" else []
     idist.barrier()
     torch.rand(1), random.random(), numpy.random.random()
     idist.barrier()
-    assert draws() != before
+    later = draws()
+    assert later != before
     idist.barrier()
-    idist.load_checkpoint(tmp_path / "run.pt")
+    idist.load_checkpoint(tmp_path / "run.pt", model=run.model)
+    idist.barrier()
+    assert draws() == later, "a model alone is another run's"
+    idist.barrier()
+    idist.load_checkpoint(tmp_path / "run.pt", optimizer=run.optimizer)
     idist.barrier()
     assert draws() == before
     assert (torch.rand(3, device=device).tolist() if device.type != "cpu" else []) == on_device

@@ -293,7 +293,9 @@ def load_checkpoint(
     others than those of the save. Rank 0 reads the file, and sends the others what they need; all ranks read
     the folder of sharded tensors, if there is one and the model is sharded. No code of the file runs.
 
-    Each rank gets its random states. If there are more ranks than in the checkpoint, the others keep theirs.
+    With ``optimizer`` or ``loader`` the run goes on: each rank gets its random states. If there are more
+    ranks than in the checkpoint, the others keep theirs. Without both (a model to evaluate or to fine-tune)
+    all random states stay.
 
     The next pass over ``loader`` goes on with the batch after the saved position, in the order of the saved
     run. ``set_epoch`` with another epoch begins that epoch instead. Random numbers that data loader workers
@@ -367,7 +369,8 @@ def load_checkpoint(
             load_state(value, received["values"][name])
 
     same_outcome(live, fill, "load_checkpoint")
-    restore(live, content, parts["loader"])
+    goes_on = parts["optimizer"].is_given or parts["loader"].is_given
+    restore(live, content, parts["loader"], with_random_states=goes_on)
     found: dict[str, Any] = received["values"]
     return found
 

@@ -32,8 +32,15 @@ def gather_on_rank_0(live: ComputationModel, state: dict[str, Any]) -> dict[str,
     return {name: [one[name] for one in states if one is not NOTHING] for name in state}
 
 
-def restore(live: ComputationModel, content: dict[str, Any], loader: Part) -> None:
-    """Restore what this rank has in the ``content`` that rank 0 has read. Every rank calls this."""
+def restore(live: ComputationModel, content: dict[str, Any], loader: Part, with_random_states: bool) -> None:
+    """Restore what this rank has in the ``content`` that rank 0 has read. Every rank calls this.
+
+    Args:
+        live: the context.
+        content: the content; empty on other ranks.
+        loader: the loaders, which go on.
+        with_random_states: True restores the random states too.
+    """
     num_ranks = live.get_world_size()
     sent = {rank: _state_for(rank, num_ranks, content) for rank in range(num_ranks) if content}
     if num_ranks > 1:
@@ -43,7 +50,8 @@ def restore(live: ComputationModel, content: dict[str, Any], loader: Part) -> No
         received = sent[0]
     for one, position in loader.with_states(received["loader"]):
         one.resume(position, received["is_same_rank"])
-    if (states := received["random_states"]) is not None:
+    states = received["random_states"] if with_random_states else None
+    if states is not None:
         RandomStates.of_plain(states).restore()
         live.training.set_random_state(states["device"])
 

@@ -471,7 +471,8 @@ def auto_optim(optimizer: Optimizer, zero: bool = False, **kwargs: Any) -> Optim
             in their class, in the number, order or shapes of this model's parameters, in having a state, or
             in settings such as ``lr`` (under Horovod all ranks take the state and the settings of rank 0);
             or some ranks make another call, or pass another ``zero``. Raised on every rank of a group that
-            differs. With DDP and FSDP2, parameters of no such model may be each rank's own.
+            differs. With DDP and FSDP2, parameters of no such model may be each rank's own. If only values
+            of parameters differ, because some ranks have loaded weights since, the first rank warns.
         TypeError: ``optimizer`` is not an optimizer.
         ValueError: ``zero`` is True, and the backend does not support it, or only some ranks train the model.
             ``zero`` or ``strategy="fsdp"`` is used with an optimizer whose step needs all parameters

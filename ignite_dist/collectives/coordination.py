@@ -115,8 +115,12 @@ def exchange_outcomes(
 
 
 def check_same(
-    model: ComputationModel, compared: Iterable[tuple[Group, Sequence[str]]], caller: Caller, needed: str
-) -> None:
+    model: ComputationModel,
+    compared: Iterable[tuple[Group, Sequence[str]]],
+    caller: Caller,
+    needed: str,
+    values: Sequence[Sequence[str]] = (),
+) -> list[list[Sequence[str]]]:
     """Raise on every rank of a group whose ranks pass different texts. Every rank of the groups calls this.
 
     The ranks of a group exchange a digest each, and the texts only if the digests differ. Where ranks outside
@@ -128,35 +132,53 @@ def check_same(
             after the last exchange, for which ranks of other groups may wait.
         caller: the public function, with arguments that must be equal on all ranks.
         needed: what the function needs, for the error: ``"the same model on every rank"``.
+        values: texts for each group that may differ. They are in the same exchange.
+
+    Returns:
+        For each group the ``values`` of its ranks if they differ; else an empty list.
 
     Raises:
         CollectiveMismatchError: texts differ (the error shows the first), or a rank has made another call.
     """
-    errors = [_difference(model, group, list(texts), caller, needed) for group, texts in compared]
+    given = list(compared)
+    errors, different = [], []
+    for (group, texts), own in zip(given, values or [()] * len(given), strict=True):
+        rows = _rows_if_different(model, group, (list(texts), list(own)), caller)
+        errors.append(_difference(group, [texts for texts, _ in rows], caller, needed))
+        different.append([values for _, values in rows])
     found = [*filter(None, errors)]
     if found:
         errors.clear()
         raise found.pop(0)  # a variable would keep the error, in a cycle with its traceback and this frame
+    return different
+
+
+def _rows_if_different(
+    model: ComputationModel, group: Group, row: tuple[list[str], list[str]], caller: Caller
+) -> list[Any]:
+    """The row of each rank of the group; empty if all are equal."""
+    digest = hashlib.sha1(repr(row).encode(), usedforsecurity=False).digest()
+    # Ranks outside the group see no rows, so they cannot know of a second exchange.
+    first: Any = row if model.transport.groups_need_all_ranks else digest
+    rows = exchange_outcomes(model, group, None, first, caller)
+    if all(one == first for one in rows):
+        return []
+    return exchange_outcomes(model, group, None, row, caller) if first is digest else rows
 
 
 def _difference(
-    model: ComputationModel, group: Group, texts: list[str], caller: Caller, needed: str
+    group: Group, rows: Sequence[Sequence[str]], caller: Caller, needed: str
 ) -> CollectiveMismatchError | None:
-    digest = hashlib.sha1(repr(texts).encode(), usedforsecurity=False).digest()
-    # Ranks outside the group see no rows, so they cannot know of a second exchange.
-    first: Any = texts if model.transport.groups_need_all_ranks else digest
-    rows = exchange_outcomes(model, group, None, first, caller)
-    if all(row == first for row in rows):
+    columns = zip_longest(*rows, fillvalue="nothing")
+    different = next((column for column in columns if len(set(column)) > 1), None)
+    if different is None:
         return None
-    if first is digest:
-        rows = exchange_outcomes(model, group, None, texts, caller)
-    different = next(row for row in zip_longest(*rows, fillvalue="nothing") if len(set(row)) > 1)
     by_rank = describe_by_rank(group.ranks, different)
     return CollectiveMismatchError(f"{caller.name} needs {needed}. The first difference is: {by_rank}.")
 
 
 @contextmanager
-def _shared_outcome(model: ComputationModel, group: Group, caller: Caller) -> Iterator[None]:
+def shared_outcome(model: ComputationModel, group: Group, caller: Caller) -> Iterator[None]:
     """If the block raises on one rank, the other ranks raise at the end of their blocks."""
     with _reported_errors(model, group, caller):
         yield
@@ -266,7 +288,7 @@ def raise_together(group: Any = None) -> Iterator[None]:
     if not takes_part(model, members):
         yield
         return
-    with _shared_outcome(model, members, Caller("raise_together")):
+    with shared_outcome(model, members, Caller("raise_together")):
         yield
 
 
@@ -448,7 +470,7 @@ def _run_on_one(
             op=called.arguments,
         )
     result: Any = None
-    with _shared_outcome(model, group, called):
+    with shared_outcome(model, group, called):
         if model.get_rank() == rank:
             with _block(model, "the function of one_rank_only"):
                 result = function()
@@ -527,5 +549,5 @@ def one_rank_first(rank: int = 0, local: bool = False, group: Any = None) -> Ite
         exchange_outcomes(model, members, None, caller=called)
         yield
         return
-    with _shared_outcome(model, members, called), _block(model, "the block of one_rank_first"):
+    with shared_outcome(model, members, called), _block(model, "the block of one_rank_first"):
         yield

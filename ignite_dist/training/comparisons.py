@@ -12,10 +12,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ignite_dist.collectives.checks import is_sharded
-from ignite_dist.collectives.coordination import Caller, check_same
+from ignite_dist.collectives.coordination import Caller, check_same, shared_outcome
 from ignite_dist.comp_models import ComputationModel, Group
-from ignite_dist.data.model_buffers import parameters_by_group
+from ignite_dist.data.model_buffers import parameters_by_group, remembered_models
+from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.training.gradient_sync import optimizers_of
+from ignite_dist.training.samples import describe_difference, digest_of, is_whole, taken_from
 from ignite_dist.training.unwrapped_states import bare_name, names_of_extra_state, unwrapped_state
 from ignite_dist.values.gradients import parameters_of
 from ignite_dist.values.layouts import describe_layout, layout_of
@@ -109,21 +111,57 @@ def check_same_optimizer(
     All parameters are compared where ``auto_optim`` averages their gradients (not with a ``process_set`` of
     Horovod, which may be of some ranks); else those of models of ``auto_model``.
 
+    The first rank of a group warns if the values of parameters differ that ``auto_model`` has made equal.
+
     Raises:
         CollectiveMismatchError: classes, numbers, order or shapes of parameters, settings or ``arguments``
             differ, or a rank has made another call.
     """
     parameters, has_settings = list(parameters_of(optimizer)), not live.training.shares_optimizers
     trained = parameters_by_group(live)
+    equal = {group.ranks: {*map(id, shared)} for group, shared in trained}
     if not live.training.averages_in_backward:
         trained = [(live.groups.world, parameters)] if process_set is None else []
     own = {*map(id, parameters)}
     by_group = [(group, own & {*map(id, shared)}) for group, shared in trained if len(group.ranks) > 1]
-    compared = [
-        (group, [*_described_optimizer(optimizer, ids, has_settings)]) for group, ids in by_group if ids
+    by_group = [(group, ids) for group, ids in by_group if ids]
+    compared = [(group, [*_described_optimizer(optimizer, ids, has_settings)]) for group, ids in by_group]
+    samples = [
+        _samples(live, [one for one in parameters if id(one) in ids & equal.get(group.ranks, set())])
+        for group, ids in by_group
     ]
-    needed = "the same optimizer on every rank that trains the model"
-    check_same(live, compared, Caller("auto_optim", arguments), needed)
+    caller, needed = Caller("auto_optim", arguments), "the same optimizer on every rank that trains the model"
+    rows_by_group = check_same(live, compared, caller, needed, [digests for _, digests in samples])
+    for (group, _), (names, _), rows in zip(by_group, samples, rows_by_group, strict=True):
+        if rows:
+            _warn_of_difference(live, group, names, rows, caller)
+
+
+def _samples(live: ComputationModel, parameters: Iterable[Parameter]) -> tuple[list[str], list[str]]:
+    """The names of the whole ones among ``parameters``, and a digest of some values of each."""
+    names = {id(one): name for model in remembered_models(live) for name, one in model.named_parameters()}
+    whole = [one for one in parameters if is_whole(one)]
+    taken = taken_from({str(number): one for number, one in enumerate(whole)})
+    return [names.get(id(one), "parameter") for one in whole], [*map(digest_of, taken.values())]
+
+
+def _warn_of_difference(
+    live: ComputationModel, group: Group, names: list[str], rows: list[Sequence[str]], caller: Caller
+) -> None:
+    """Warn on the first rank of the group, for which the others wait: a filter may make an error of it."""
+    by_rank = [dict(zip(group.ranks, column, strict=True)) for column in zip(*rows, strict=False)]
+    found = (describe_difference(*one) for one in zip(names, by_rank, strict=False))
+    difference = next(filter(None, found), "")
+    with shared_outcome(live, group, caller):
+        if difference and live.get_rank() == group.ranks[0]:
+            warn_user(f"{difference} {_LOAD_ON_ALL}")
+
+
+_LOAD_ON_ALL = (
+    "Each rank would go on training its own. Usually some ranks have loaded weights after auto_model, for "
+    "example from a file that only one node has. Load them before auto_model, which gives every rank the "
+    "same values, or with idist.load_model_state or idist.load_checkpoint."
+)
 
 
 def trained_together(

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Linear, Parameter, ParameterList
+from torch.nn import Linear, Module, Parameter, ParameterList
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Optimizer
 
 import ignite_dist as idist
+from ignite_dist.testing.conformance.cases import count_collectives
 from on_ranks import on_ranks
 
 
@@ -25,6 +26,56 @@ def warned_in(steps: Callable[[], None]) -> list[str]:
         steps()
     assert all(one.filename == __file__ for one in caught), "it points at the script"
     return [str(one.message) for one in caught if "may train its own" in str(one.message)]
+
+
+def auto_optim_of(model: Module) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        idist.auto_optim(SGD(model.parameters(), lr=0.1))
+    return [str(one.message) for one in caught]
+
+
+def _loaded_on_one(rank: int) -> None:
+    def loaded(**kwargs: Any) -> Module:
+        """Weights of each rank's own, in the second layer."""
+        model = idist.auto_model(torch.nn.Sequential(Linear(2, 2), Linear(2, 1)), **kwargs)
+        torch.nn.init.constant_(idist.unwrap_model(model)[1].weight, rank)
+        return model
+
+    texts = auto_optim_of(loaded())
+    if rank == 0:
+        assert len(texts) == 1 and "of rank 1 differ from those of rank 0, for example '1.weight'" in texts[0]
+    else:
+        assert texts == []
+    alone = [torch.distributed.new_group([one]) for one in range(2)][rank]
+    assert auto_optim_of(loaded(process_group=alone)) == [], "this rank averages with nobody"
+    ignores: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    net = torch.nn.ModuleDict({"shared": Linear(2, 1), "own": Linear(2, 1)})
+    ignores(net, ["own.weight"])
+    torch.nn.init.constant_(net["own"].weight, rank)
+    net["own"].bias.data.zero_()
+    assert auto_optim_of(idist.auto_model(net)) == [], "each rank trains it for itself"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning if rank == 0 else idist.RankFailedError, match="differ from those"):
+            idist.auto_optim(SGD(loaded().parameters(), lr=0.1))
+    assert idist.all_reduce(1) == 2
+    assert auto_optim_of(idist.auto_model(Linear(2, 1), strategy="fsdp")) == [], "a shard is each rank's own"
+
+
+def test_weights_that_a_rank_has_loaded_after_auto_model_are_told() -> None:
+    on_ranks(_loaded_on_one)
+
+
+def _one_exchange(_: int) -> None:
+    model = idist.auto_model(Linear(2, 1))
+    with count_collectives() as counted:
+        idist.auto_optim(SGD(model.parameters(), lr=0.1))
+    assert counted.count == 1
+
+
+def test_weights_and_settings_are_compared_in_one_exchange() -> None:
+    on_ranks(_one_exchange)
 
 
 def train(optimizer: Optimizer, loss: Callable[[], Tensor], num_steps: int = 2) -> Callable[[], None]:

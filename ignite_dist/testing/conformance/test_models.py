@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -166,6 +167,36 @@ def test_gradients_that_are_dropped_stay_dropped() -> None:
             else:
                 for one, other in zip(model.parameters(), expected.parameters(), strict=True):
                     torch.testing.assert_close(one.cpu().double(), other, rtol=0.05, atol=0.05)
+
+
+@on_every_rank
+def test_weights_that_one_rank_alone_has_loaded_are_told() -> None:
+    rank, size = idist.get_rank(), idist.get_world_size()
+    model = idist.auto_model(Net())
+    own = Linear(WIDTH, 1, device=idist.device())  # no model of auto_model
+    torch.nn.init.constant_(own.weight, rank)
+
+    def told() -> list[str]:
+        """The warnings of rank 0. Only rank 0 records them, because replicas of XLA share one recorder."""
+        with warnings.catch_warnings(record=True) if rank == 0 else nullcontext([]) as caught:
+            if rank == 0:
+                warnings.simplefilter("always")
+            idist.auto_optim(SGD([*model.parameters(), *own.parameters()], lr=0.5))
+        idist.barrier()
+        return [str(one.message) for one in caught if "differ from those" in str(one.message)]
+
+    assert told() == []
+    if rank == size - 1:
+        idist.unwrap_model(model).load_state_dict(Net(seed=1).state_dict())
+    found = told()
+    if rank == 0 and size > 1:
+        assert len(found) == 1, found
+        assert f"of rank {size - 1} differ from those of rank 0, for example 'first.weight'" in found[0]
+        assert "loaded weights after auto_model" in found[0]
+    else:
+        assert found == []
+    idist.load_model_state(model, Net(seed=1).state_dict() if rank == 0 else None)
+    assert told() == []
 
 
 # --- what is not there everywhere ------------------------------------------------------------------------

@@ -113,6 +113,8 @@ class Progress:
         is_left: True if the script has set the loader's epoch after the last batch that it has received.
         states: the random states before the first batch, for a stream.
         has_workers: True if persistent workers had their seed before the pass began.
+        microbatch: which of a step's microbatches the last batch is, after which more follow, with its
+            position; None if the step ends with this batch. See :meth:`LookAhead.note_microbatch`.
     """
 
     def __init__(self, epoch: int, batches: int, states: RandomStates | None, has_workers: bool) -> None:
@@ -121,6 +123,7 @@ class Progress:
         self.num_batches: int | None = None
         self.is_exhausted = self.is_left = False
         self.ahead: list[int] = []
+        self.microbatch: tuple[int, str] | None = None
 
     @property
     def is_read_ahead(self) -> bool:
@@ -154,6 +157,7 @@ class LookAhead:
     def __init__(self) -> None:
         self._advanced: list[tuple[Pass, int]] = []  # and by how many batches
         self._received: list[Pass] = []  # the training loop is at a batch of these: they have not ended
+        self._in_step: list[Progress] = []  # of the passes with batches of an unfinished step
 
     def next(self, items: Iterator[Any], default: Any) -> Any:
         """``next(items, default)``. If it raises, the batches read so far stay ahead of the training loop."""
@@ -166,6 +170,18 @@ class LookAhead:
             _reading.look_aheads = outer
         self._give(received)
         return item
+
+    def note_microbatch(self, text: str) -> None:
+        """Note in the passes which microbatch the last item is; an empty ``text`` for the last of a step."""
+        received = [one.progress for one in self._received]
+        self._in_step += received
+        if text:
+            for progress in received:
+                progress.microbatch = progress.position(), text
+            return
+        for progress in self._in_step:
+            progress.microbatch = None
+        self._in_step.clear()
 
     def end(self) -> None:
         """Note that the training loop has received what was read."""
@@ -397,20 +413,33 @@ class Resumable:
         finally:
             loader.generator = generator
 
-    def position(self) -> dict[str, Any]:
-        """The position in the epoch, as plain values for :meth:`resume`.
+    def _counted(self) -> Progress | None:
+        """The pass whose position counts; None before the first batch of an epoch.
 
-        It is the number of batches that the training loop has received. Of several passes in one epoch (a
-        look at the first batch, say) the one that has come furthest counts.
+        Of several passes in one epoch (a look at the first batch, say) the one that has come furthest counts.
         """
         if self._latest_pass is not None and self._latest_pass() is None:  # the loop over it has ended
             self._end_complete_pass()
-        loader = self.host_loader()
         found = [one for one in (self._furthest, self._latest) if one is not None and one.is_counted()]
         found = [one for one in found if one.epoch == self.epoch or one.is_read_ahead or not one.is_left]
         if not found and self._start is not None and self._start.epoch == self.epoch:
             found = [self._start]
-        best = max(found, key=Progress.position, default=None)
+        return max(found, key=Progress.position, default=None)
+
+    def unfinished_step(self) -> str:
+        """Which microbatch of a step the last batch is, if more follow before the step; else empty."""
+        best = self._counted()
+        if best is None or best.microbatch is None:
+            return ""
+        position, text = best.microbatch
+        return text if position == best.position() else ""
+
+    def position(self) -> dict[str, Any]:
+        """The position in the epoch, as plain values for :meth:`resume`.
+
+        It is the number of batches that the training loop has received.
+        """
+        best, loader = self._counted(), self.host_loader()
         batches = 0 if best is None else best.position()
         order = loader.order
         samples = None if order.batch_size is None else batches * order.batch_size

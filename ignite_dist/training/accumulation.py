@@ -155,6 +155,7 @@ def _accumulate(
         if is_first:
             is_first, context = False, partial(_warns_of_left_gradients, model, context)
         microbatch = Microbatch(len(weights) - 1, is_final, context)
+        ahead.note_microbatch("" if is_final else f"microbatch {len(weights)} of {steps}")
         yield batch, microbatch
         if is_final:
             if not microbatch.was_entered:

@@ -6,6 +6,7 @@ import enum
 import os
 import pickle
 import shutil
+import warnings
 from collections import OrderedDict
 from datetime import timedelta
 from pathlib import Path
@@ -635,6 +636,63 @@ def test_a_file_of_a_wrapped_model_loads_anywhere(tmp_path: Path) -> None:
     alone, state = Linear(2, 1), torch.load(tmp_path / "old.pt")
     idist.load_model_state(alone, state)
     assert_same(alone.weight.detach(), state["module.weight"])
+
+
+# --- a step of several microbatches ----------------------------------------------------------------------
+
+
+def saves_in_steps(_: int, folder: Path) -> list[list[str]]:
+    """The warnings of each save."""
+    model = idist.auto_model(Linear(1, 1))
+    found: list[list[str]] = []
+
+    def loader() -> Any:
+        return idist.auto_dataloader(torch.ones(12, 1), batch_size=2)  # type: ignore[arg-type]
+
+    def save(*loaders: Any) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            idist.save_checkpoint(folder / "run.pt", loader=list(loaders))
+        assert all(one.filename == __file__ for one in caught), "it points at the script"
+        found.append([str(one.message) for one in caught])
+
+    saved, other, third = loader(), loader(), loader()
+    for x, sync in idist.accumulate_gradients(saved, model, steps=4):
+        with sync:
+            model(x).sum().backward()
+        save(saved)
+    save(saved)
+    for (x, _), sync in idist.accumulate_gradients(zip(saved, other, strict=True), model, steps=3):
+        with sync:
+            model(x).sum().backward()
+        save(third)  # no pass of this one is accumulated
+        save(third, other)
+        if sync.number == 1:
+            break
+    save(saved)
+    rest = iter(third)
+    for x, sync in idist.accumulate_gradients(rest, model, steps=2):
+        with sync:
+            model(x).sum().backward()
+        break
+    save(third)
+    next(rest)
+    save(third)  # the script goes on without accumulation
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_in_the_middle_of_a_step_is_told(world_size: int, tmp_path: Path) -> None:
+    wanted = [
+        *("1 of 4", "2 of 4", "3 of 4", "", "1 of 4", "", ""),  # six microbatches, and after the pass
+        *("", "1 of 3", "", "2 of 3", "2 of 3"),
+        *("1 of 2", ""),
+    ]
+    first, *others = on_ranks(saves_in_steps, tmp_path, world_size=world_size)
+    for texts, microbatch in zip(first, wanted, strict=True):
+        says = f"after microbatch {microbatch} of a step. "
+        assert [says in text for text in texts] == ([True] if microbatch else []), (texts, microbatch)
+    assert all(texts == [[]] * len(wanted) for texts in others), "rank 0 tells it"
 
 
 # --- what each rank has of its own -----------------------------------------------------------------------

@@ -18,6 +18,7 @@ from ignite_dist.comp_models import ComputationModel
 from ignite_dist.comp_models.per_context import PerContext
 from ignite_dist.comp_models.work import Completed, Work
 from ignite_dist.context.live import current_model
+from ignite_dist.internals.call_sites import warn_user
 from ignite_dist.internals.ranks import describe_by_rank
 from ignite_dist.training.checkpointing import files as checkpoint_files
 from ignite_dist.training.checkpointing.loaded_states import LoadedStates, share
@@ -76,7 +77,9 @@ def save_checkpoint(
         scheduler: any object with ``state_dict()`` and ``load_state_dict()``; that of rank 0 is saved.
         loader: the result of :func:`auto_dataloader`, for the epoch of its sampler and the position in it:
             the batches that the loop has received, not those that workers have fetched ahead; also after the
-            loop was left by ``break`` or an exception. All ranks must have received equally many.
+            loop was left by ``break`` or an exception. All ranks must have received equally many. With
+            :func:`accumulate_gradients` save after a step, when ``is_final`` is True: gradients are not
+            saved. Rank 0 warns in the middle of a step.
         keep: after a successful save, delete older checkpoints in the folder of ``path``, so that this one
             and the ``keep - 1`` before it are left. All checkpoints in the folder count, also those of other
             names and of other jobs; symbolic links do not. Other files stay.
@@ -129,6 +132,8 @@ def save_checkpoint(
             name: plain(state_of(name, value), name, copies.promise) for name, value in values.items()
         }
         samples.append(Samples(live, parts["model"].objects))
+        if live.get_rank() == 0:
+            _warn_of_unfinished_step(parts["loader"])
         of_this_rank.update(own_state(live, parts["loader"]))
         positions = parts["loader"].with_states(of_this_rank["loader"])
         return {
@@ -201,6 +206,16 @@ def _check_positions(ranks: list[dict[str, Any]]) -> None:
         raise ValueError(
             f"save_checkpoint(loader=...) needs all ranks at the same batch, but they have received "
             f"{batches} batches (in rank order). Call it after the same step on every rank."
+        )
+
+
+def _warn_of_unfinished_step(loader: Part) -> None:
+    text = next(filter(None, (one.unfinished_step() for one in loader.objects.values())), "")
+    if text:
+        warn_user(
+            f"save_checkpoint(loader=...) is called after {text} of a step. The checkpoint has the position "
+            "behind this microbatch, but not the gradients since the last step: a run that loads it makes "
+            "other steps than this one. Save after the step, when sync.is_final."
         )
 
 

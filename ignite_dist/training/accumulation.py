@@ -27,6 +27,7 @@ from ignite_dist.training.gradient_sync import (
     grad_sync,
     optimizers_of,
 )
+from ignite_dist.training.outside_passes import ForwardPasses
 from ignite_dist.training.wrapped_models import unwrap_model
 from ignite_dist.values.gradients import scale_gradients
 
@@ -75,7 +76,8 @@ def accumulate_gradients(
     Gradients must be None or zero when a step begins, because existing values count as part of the sum; the
     first block of a pass warns of such values (not with one process per replica of XLA). A rank may skip the
     passes in a block; the microbatch then counts with a zero gradient. Every rank enters the block of the
-    last microbatch. Results of ``torch.autograd.grad`` in a block stay unchanged.
+    last microbatch. Results of ``torch.autograd.grad`` in a block stay unchanged. Forward and backward pass
+    belong inside of the block.
 
     Args:
         loader: an iterable of batches, one per microbatch. One batch is fetched ahead. An error of it, or of
@@ -103,7 +105,9 @@ def accumulate_gradients(
             (a part of) the model.
         ValueError: ``steps`` is not a positive int, a weight is negative, or the weights of all ranks are 0.
         RuntimeError: the block of a step's last microbatch was not entered; or called inside of
-            :func:`uneven_inputs`, where ranks make different numbers of steps.
+            :func:`uneven_inputs`, where ranks make different numbers of steps. A backward pass raises it if
+            its forward pass was in a block and the block has ended (not if a compiled function contains the
+            forward pass).
 
     Example::
 
@@ -144,6 +148,7 @@ def _accumulate(
     batches, end, ahead = iter(loader), object(), LookAhead()
     next_batch = ahead.next(batches, end)
     weights: list[float] = []
+    passes = ForwardPasses(model)
     is_first = not current_model().training.computes_lazily
     while next_batch is not end:
         batch, next_batch = next_batch, ahead.next(batches, end)
@@ -151,7 +156,7 @@ def _accumulate(
         is_final = len(weights) == steps or next_batch is end
 
         mean = None if weight is None else partial(_mean_over_ranks, model, optimizers)
-        context = partial(_weighted_microbatch, model, tuple(weights), is_final, mean, make_sync)
+        context = partial(_weighted_microbatch, model, passes, tuple(weights), is_final, mean, make_sync)
         if is_first:
             is_first, context = False, partial(_warns_of_left_gradients, model, context)
         microbatch = Microbatch(len(weights) - 1, is_final, context)
@@ -170,6 +175,7 @@ def _accumulate(
 @contextmanager
 def _weighted_microbatch(
     model: Module,
+    passes: ForwardPasses,
     weights: Sequence[float],
     is_final: bool,
     mean: Callable[[float], float] | None,
@@ -195,7 +201,7 @@ def _weighted_microbatch(
                 parameter.grad.div_(total)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scaled = _scale_unsharded(model, factor) if fsdp_modules(model) else scale_gradients(trained, factor)
-    with scaled, make_sync(is_final_microbatch=is_final):
+    with scaled, make_sync(is_final_microbatch=is_final), passes.noted():
         yield
 
 

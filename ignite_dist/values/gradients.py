@@ -29,6 +29,11 @@ def accumulation_node(parameter: Parameter) -> Node:
     return get_gradient_edge(parameter).node
 
 
+def nodes_of(values: Iterable[Any]) -> set[Node]:
+    """The autograd nodes that have made the tensors among ``values``."""
+    return {one.grad_fn for one in values if isinstance(one, Tensor) and one.grad_fn is not None}
+
+
 class AfterBackward:
     """Calls ``function()`` at the end of each backward pass that adds to gradients of ``parameters``.
 

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 from ignite_dist.comp_models.native.reducer_group import miss_pass
 from ignite_dist.internals import _torch
 from ignite_dist.internals.call_sites import reported_as
-from ignite_dist.values.gradients import AfterBackward
+from ignite_dist.values.gradients import AfterBackward, nodes_of
 from ignite_dist.values.pytree import flatten
 
 _PASSES = "_ignite_dist_passes"  # attribute of a DDP and of the module inside: its _Passes
@@ -106,7 +105,7 @@ class _Passes:
             waiting.add(forward)  # again, in a second pass through the same graph
 
         given = flatten(inputs, is_local=True)[0]  # a module may return what it got
-        for node in _nodes(outputs) - _nodes(given):
+        for node in nodes_of(outputs) - nodes_of(given):
             node.register_prehook(note)
 
     def _check_frozen(self, module: DistributedDataParallel) -> None:
@@ -137,11 +136,6 @@ def _known_leaves(output: Any) -> list[Any] | None:
     leaves, _ = flatten(output, is_local=True)
     known = (Tensor, str, int, float, type(None))
     return leaves if all(isinstance(leaf, known) for leaf in leaves) else None
-
-
-def _nodes(values: list[Any]) -> set[Node]:
-    """The autograd nodes that have made the tensors among ``values``."""
-    return {one.grad_fn for one in values if isinstance(one, Tensor) and one.grad_fn is not None}
 
 
 class _Copied(NamedTuple):

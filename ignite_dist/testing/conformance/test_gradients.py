@@ -366,6 +366,37 @@ def test_a_step_s_last_block_is_not_left_out() -> None:
         next(microbatches)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_every_rank
+def test_a_backward_pass_outside_of_its_block_is_refused(strategy: str) -> None:
+    model, optimizer = adapted(find_unused_parameters=True)
+    microbatches = of_all_ranks(always, 2)
+
+    def gradients() -> list[Any]:
+        return [None if one.grad is None else one.grad.tolist() for one in model.parameters()]
+
+    def step(outside: int | None) -> None:
+        batches = microbatches[idist.get_rank()]
+        for one, sync in idist.accumulate_gradients(batches, model, 2, strategy=DDPSyncStrategy(strategy)):
+            with sync:
+                loss = model(*here(one)).mean()
+                if sync.number != outside:
+                    loss.backward()
+            if sync.number == outside:
+                before = gradients()
+                with raises(RuntimeError, "Both belong inside of the block"):
+                    loss.backward()
+                assert gradients() == before
+                break
+
+    for outside in (0, 1):
+        step(outside)
+        optimizer.zero_grad()
+    step(None)  # nothing is left of the errors
+    optimizer.step()
+    assert_equal(model, step_of_one_process(_mean(microbatches, range(2), weighed=False)))
+
+
 @on_every_rank
 def test_a_microbatch_of_no_weight_counts_nothing() -> None:
     microbatches = of_all_ranks(always, 2)

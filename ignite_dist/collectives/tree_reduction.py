@@ -135,7 +135,7 @@ def _check_leaves(model: ComputationModel, values: list[Any], op: str) -> None:
             number_ops.check_number_op(op, value)
         else:
             raise TypeError(
-                "A reduction takes a tensor, a number, or a dict, list or tuple of tensors and numbers; got "
+                "all_reduce and reduce take a tensor, a number, or a dict, list or tuple of these; got "
                 f"{kind.__name__}. {_HINTS.get(kind, 'Use all_gather for other objects.')}"
             )
 

@@ -9,7 +9,10 @@ from array import array
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from inspect import getattr_static
 from itertools import chain, islice
+from pathlib import PurePath
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
@@ -149,7 +152,13 @@ def _members(model: ComputationModel, group: Any) -> Group | None:
 
 def _compare(members: Group, rows: Sequence[Any]) -> None:
     named = [facts for facts, *_ in rows]
-    different = [name for name in _common(named) if len({repr(one[name]) for one in named}) > 1]
+    common = _common(named)
+    different = [name for name in common if len({repr(one[name]) for one in named}) > 1]
+    fields_ = [name for name in different if name.startswith("contents[")]
+    if any(name not in different and str(named[0][name]).endswith(_EACH_ANOTHER) for name in common):
+        # The order is the same. Other fields may be of this rank: what was computed, or a folder.
+        _warn_of_attributes(members, [{name: one[name] for name in fields_} for one in named])
+        different = [name for name in different if name not in fields_]
     if not different:
         return
     name = different[0]
@@ -188,8 +197,8 @@ def _warn_of_words(members: Group, rows: Sequence[dict[str, tuple[str, str]]]) -
     if names:
         warn_user(
             f"The data sets of {describe_ranks(members.ranks)} have the same words in {_listed(names)}, but "
-            "in different orders: a number that stands for a word (a label, a token) means another one on "
-            "some ranks. A set of text may have another order in each process: take sorted(set(words))."
+            "in different orders: a number that stands for a word (a label, a token) may mean another one "
+            "on some ranks. A set of text may have another order in each process: take sorted(set(words))."
         )
 
 
@@ -269,7 +278,8 @@ def _digests(dataset: Dataset[Any] | Any) -> tuple[str | None, dict[str, str]]:
     elif type(dataset) is TensorDataset:
         contents["contents"] = _digest([_some(tensor) for tensor in dataset.tensors])
     elif _is_in_memory(dataset):
-        contents = _digests_of_items("contents", _some(dataset))
+        with suppress(Exception):  # raised by a class of the script, or of another thread's change
+            contents = _digests_of_items("contents", _some(dataset))
     return "/".join(indices) or None, contents
 
 
@@ -324,16 +334,17 @@ def _words_of(datasets: Sequence[Any], others: Container[str]) -> dict[str, tupl
         is_dict = isinstance(value, dict)
         if name in others or not (is_dict or type(value) in (list, tuple)) or len(value) > _MOST_WORDS:
             continue
-        rows = list(dict.items(value)) if is_dict else [(one,) for one in value]
-        columns = list(zip(*rows, strict=True))
-        kinds = {*map(type, chain(*columns))}
-        words = [one for one in chain(*columns) if type(one) in (str, bytes)]
-        if words and kinds.issubset(_PLAIN) and max(map(len, words)) <= _LONGEST_WORD:
-            texts = [list(map(repr, column)) for column in columns]
-            pairs = map(" ".join, zip(*texts, strict=True))
-            in_any_order = chain.from_iterable(map(sorted, texts))
-            in_order = sorted(pairs) if is_dict else pairs
-            digests[name] = _digest_of_texts(in_any_order), _digest_of_texts(in_order)
+        with suppress(Exception):  # another thread may fill a dict
+            rows = list(dict.items(value)) if is_dict else [(one,) for one in value]
+            columns = list(zip(*rows, strict=True))
+            kinds = {*map(type, chain(*columns))}
+            words = [one for one in chain(*columns) if type(one) in (str, bytes)]
+            if words and kinds.issubset(_PLAIN) and max(map(len, words)) <= _LONGEST_WORD:
+                texts = [list(map(repr, column)) for column in columns]
+                pairs = map(" ".join, zip(*texts, strict=True))
+                in_any_order = chain.from_iterable(map(sorted, texts))
+                in_order = sorted(pairs) if is_dict else pairs
+                digests[name] = _digest_of_texts(in_any_order), _digest_of_texts(in_order)
     return digests
 
 
@@ -345,7 +356,7 @@ def _digests_of_items(name: str, items: Sequence[Any]) -> dict[str, str]:
     """A digest of items; of records the name of their class, and a digest of each field as ``name[field]``.
 
     A field that some items lack, or that is None there, may be a cache that fills: it is left out, and ranks
-    compare the fields that all of them have.
+    compare the fields that all of them have. A field in which each item has another value is marked so.
     """
     records = [record for item in items if (record := _record(item)) is not None]
     if not items or len(records) < len(items):
@@ -355,7 +366,8 @@ def _digests_of_items(name: str, items: Sequence[Any]) -> dict[str, str]:
     for field in sorted(common)[:_MOST_FIELDS]:
         values = [record[field] for record in records]
         if not any(value is None for value in values):
-            digests[f"{name}[{field}]"] = _digest(values)
+            shows_order = len({_digest(value) for value in values}) == len(values) > 1
+            digests[f"{name}[{field}]"] = _digest(values) + _EACH_ANOTHER * shows_order
     if not common and all(records):  # numbers of words, say
         digests[f"{name}[...]"] = _digest(items)
     return digests
@@ -368,19 +380,27 @@ def _record(value: Any) -> dict[str, Any] | None:
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
         items = zip(value._fields, value, strict=False)
     elif is_dataclass(value) and not isinstance(value, type):
-        items = [(one.name, getattr(value, one.name, None)) for one in fields(value) if one.compare]
+        items = [(one.name, _field(value, one.name)) for one in fields(value) if one.compare]
     else:
         return None
     # Others, such as objects as keys, have no order and no name that is equal on all ranks.
     return {repr(key): _base_name(item) for key, item in items if type(key) in _PLAIN}
 
 
+def _field(value: Any, name: str) -> Any:
+    """A field of a data class. Runs no property of the script's."""
+    own = getattr(value, "__dict__", {})
+    is_slot = isinstance(getattr_static(type(value), name, None), MemberDescriptorType)
+    return getattr(value, name, None) if is_slot else own.get(name)
+
+
 def _base_name(item: Any) -> Any:
     """``item`` with the names of files instead of paths: their folder may differ by machine."""
     if type(item) in (list, tuple):
         return [_base_name(one) for one in item[:_MOST_ITEMS]]
-    is_path = isinstance(item, os.PathLike) or (isinstance(item, str) and _may_be_path(item))
-    return os.path.basename(item) if is_path else item
+    if isinstance(item, PurePath):  # another path's name may have to be fetched
+        return item.name
+    return os.path.basename(item) if isinstance(item, str) and _may_be_path(item) else item
 
 
 def _may_be_path(text: str) -> bool:
@@ -393,6 +413,7 @@ _MOST_ITEMS = 1024  # that a digest takes from each end of a tensor, list or tex
 _MOST_FIELDS = 16  # of records
 _MOST_WORDS, _LONGEST_WORD = 1 << 16, 128  # of what counts as words, not as data
 _MOST_VALUES = 1 << 13  # of a digest, in all of its lists and records
+_EACH_ANOTHER = " of items that are all different"
 _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 _END = object()
 

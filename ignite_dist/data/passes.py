@@ -378,7 +378,7 @@ class Resumable:
         received = latest.num_received()
         self._num_left_at_once = self._num_left_at_once + 1 if received == 1 else 0
         may_go_on = self._latest_pass is not None and self._latest_pass() is not None
-        is_repeated = received > 1 or self._num_left_at_once - may_go_on > 1  # one batch may be a look
+        is_repeated = received > 1 or self._num_left_at_once - may_go_on > 2  # one or two may be looks
         if is_repeated and not self._has_warned and self.host_loader().order.seed is not None:
             self._has_warned = True
             warn_user(

@@ -174,7 +174,7 @@ class Watchdog:
             else f"did not come to {place_of(frame)}, where {waited}"
         )
         what += ". If this may take longer, pass timeout= to initialize, spawn or Parallel"
-        missing = late or _named_ranks(error) or _ranks_elsewhere(frame, reports) or others
+        missing = _named_ranks(error) or late or _ranks_elsewhere(frame, reports) or others
         late_error = missing_ranks_error(missing, what, reports)
         late_error.__cause__ = error
         return late_error

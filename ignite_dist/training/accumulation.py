@@ -51,6 +51,11 @@ class Microbatch:
         self._entered: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Microbatch:
+        if self.was_entered:
+            raise RuntimeError(
+                "The block of this microbatch was entered before: gradients would be weighted and averaged "
+                "twice. Make the forward and the backward pass in one block."
+            )
         self.was_entered = True
         self._entered = self._context()
         self._entered.__enter__()

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from ignite_dist.collectives.checks import is_sharded
-from ignite_dist.collectives.coordination import Caller, check_same, shared_outcome
+from ignite_dist.collectives.coordination import Caller, check_same
 from ignite_dist.comp_models import ComputationModel, Group
 from ignite_dist.data.model_buffers import parameters_by_group, remembered_models
 from ignite_dist.internals.call_sites import warn_user
@@ -134,7 +134,7 @@ def check_same_optimizer(
     rows_by_group = check_same(live, compared, caller, needed, [digests for _, digests in samples])
     for (group, _), (names, _), rows in zip(by_group, samples, rows_by_group, strict=True):
         if rows:
-            _warn_of_difference(live, group, names, rows, caller)
+            _warn_of_difference(live, group, names, rows)
 
 
 def _samples(live: ComputationModel, parameters: Iterable[Parameter]) -> tuple[list[str], list[str]]:
@@ -146,21 +146,21 @@ def _samples(live: ComputationModel, parameters: Iterable[Parameter]) -> tuple[l
 
 
 def _warn_of_difference(
-    live: ComputationModel, group: Group, names: list[str], rows: list[Sequence[str]], caller: Caller
+    live: ComputationModel, group: Group, names: list[str], rows: list[Sequence[str]]
 ) -> None:
-    """Warn on the first rank of the group, for which the others wait: a filter may make an error of it."""
+    """Warn on the first rank of the group."""
     by_rank = [dict(zip(group.ranks, column, strict=True)) for column in zip(*rows, strict=False)]
     found = (describe_difference(*one) for one in zip(names, by_rank, strict=False))
     difference = next(filter(None, found), "")
-    with shared_outcome(live, group, caller):
-        if difference and live.get_rank() == group.ranks[0]:
-            warn_user(f"{difference} {_LOAD_ON_ALL}")
+    if difference and live.get_rank() == group.ranks[0]:
+        warn_user(f"{difference} {_LOAD_ON_ALL}")
 
 
 _LOAD_ON_ALL = (
     "Each rank would go on training its own. Usually some ranks have loaded weights after auto_model, for "
-    "example from a file that only one node has. Load them before auto_model, which gives every rank the "
-    "same values, or with idist.load_model_state or idist.load_checkpoint."
+    "example from a file that only one node has, or a step depended on the rank. Load them before "
+    "auto_model, which gives every rank the same values, or with idist.load_model_state or "
+    "idist.load_checkpoint."
 )
 
 

@@ -1,6 +1,7 @@
-"""Refuse backward passes outside of the block in which :func:`accumulate_gradients` wants them.
+"""Refuse backward passes that run after the block of :func:`accumulate_gradients` with their forward pass.
 
-Such a pass adds gradients without their weight. Hooks at the outputs of forward passes in a block notice it.
+Such a pass adds gradients without their weight. Hooks at the outputs of forward passes in a block notice it,
+but not in compiled functions, nor in a part of the model that is recomputed with ``use_reentrant=True``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from ignite_dist.values.gradients import accumulation_node, nodes_of
 from ignite_dist.values.pytree import flatten
 
 _OUTSIDE = (
-    "This backward pass of a forward pass in `with sync:` runs outside of the block, where its gradients are "
-    "neither weighted nor averaged with those of the other microbatches. Both belong inside of the block: "
+    "This backward pass runs outside of the `with sync:` block of its forward pass, where its gradients are "
+    "neither weighted nor averaged with those of the other microbatches. Make both in one block: "
     "with sync: criterion(model(x), y).backward()"
 )
 
@@ -63,9 +64,10 @@ class ForwardPasses:
 
     def note(self, inputs: Any, output: Any) -> None:
         """Note a forward pass."""
-        given = nodes_of(flatten(inputs, is_local=True)[0])  # a module may return what it got
-        for one in flatten(output, is_local=True)[0]:
-            if isinstance(one, Tensor) and one.grad_fn is not None and one.grad_fn not in given:
+        made = [one for one in flatten(output, is_local=True)[0] if isinstance(one, Tensor) and one.grad_fn]
+        given = nodes_of(flatten(inputs, is_local=True)[0]) if made else ()  # it may return what it got
+        for one in made:
+            if one.grad_fn not in given:
                 register = one.register_hook if self._is_sharded else one.grad_fn.register_prehook
                 register(self._on_backward)
 

@@ -61,7 +61,7 @@ def plain_number(value: Any) -> Any:
     elif isinstance(value, Rational) or not isinstance(value, Number):
         return value
     raise TypeError(
-        "A reduction takes int, float, complex, bool, Fraction, and numpy numbers with such values; "
+        "all_reduce and reduce take int, float, complex, bool, Fraction, and numpy numbers with such values; "
         f"got {value!r} of type {type(value).__name__}. Convert it first, for example to a Fraction."
     )
 

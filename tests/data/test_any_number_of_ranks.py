@@ -772,7 +772,7 @@ def test_single_batches_of_new_passes_are_the_same_batch_and_that_is_said_once()
 
     def looks() -> None:
         loader = shuffled()
-        steps(1, loader)
+        steps(2, loader)  # one for a picture, one for the first pass of lazy layers
         for _ in range(2):
             for number, _ in enumerate(loader):
                 steps(1 + number % 2, loader)  # idist.: the loop goes on

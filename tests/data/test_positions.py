@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import multiprocessing
 import random
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -691,3 +692,18 @@ def test_fields_that_may_be_caches_are_left_out() -> None:
     (_, filled), (_, empty) = digest([{"x": 1, "it": 1}, {"x": 2}]), digest([{"x": 1}, {"x": 2, "it": None}])
     assert filled == empty and list(filled) == ["contents", "contents['x']"]
     assert list(digest([{"it": 1}, {}])[1]) == ["contents"]
+
+
+def _made_of_records(rank: int) -> tuple[list[str], str]:
+    records = [{"number": number, "place": rank} for number in range(9)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        idist.auto_dataloader(records, batch_size=4)
+    with pytest.raises(idist.CollectiveMismatchError) as error:  # nothing says that the order is the same
+        idist.auto_dataloader([{**one, "number": 0} for one in records], batch_size=4)
+    return [str(one.message) for one in caught], str(error.value)
+
+
+def test_fields_of_this_rank_beside_a_number_that_shows_the_order_are_warned_of() -> None:
+    for (message,), error in on_ranks(_made_of_records):
+        assert "differ in contents['place']" in message and "contents['place']" in error

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ignite_dist as idist
 from on_ranks import on_ranks
 
-REFUSED = "runs outside of the block"
+REFUSED = "runs outside of the `with sync:` block"
 STEPS = 2
 
 
@@ -274,3 +274,12 @@ def test_a_compiled_function_is_not_compiled_anew_in_each_block(fullgraph: bool)
         torch.testing.assert_close(gradients(model), wanted())
         loss(inputs()[0])
     assert compiled <= 3  # with hooks, without, and once more with torch 2.9
+
+
+def test_a_block_is_entered_once() -> None:
+    model = make_model()
+    for x, sync in blocks(model):
+        with sync:
+            loss = model(x).mean()
+        with pytest.raises(RuntimeError, match="was entered before"), sync:
+            loss.backward()

@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def _loaded_on_one(rank: int) -> None:
     assert auto_optim_of(idist.auto_model(net)) == [], "each rank trains it for itself"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(UserWarning if rank == 0 else idist.RankFailedError, match="differ from those"):
+        with pytest.raises(UserWarning, match="differ from those") if rank == 0 else nullcontext():
             idist.auto_optim(SGD(loaded().parameters(), lr=0.1))
     assert idist.all_reduce(1) == 2
     assert auto_optim_of(idist.auto_model(Linear(2, 1), strategy="fsdp")) == [], "a shard is each rank's own"

@@ -64,10 +64,12 @@ class ForwardPasses:
 
     def note(self, inputs: Any, output: Any) -> None:
         """Note a forward pass."""
-        made = [one for one in flatten(output, is_local=True)[0] if isinstance(one, Tensor) and one.grad_fn]
-        given = nodes_of(flatten(inputs, is_local=True)[0]) if made else ()  # it may return what it got
-        for one in made:
-            if one.grad_fn not in given:
+        outputs = flatten(output, is_local=True)[0]
+        if not nodes_of(outputs):
+            return
+        given = nodes_of(flatten(inputs, is_local=True)[0])  # a module may return what it got
+        for one in outputs:
+            if isinstance(one, Tensor) and one.grad_fn is not None and one.grad_fn not in given:
                 register = one.register_hook if self._is_sharded else one.grad_fn.register_prehook
                 register(self._on_backward)
 

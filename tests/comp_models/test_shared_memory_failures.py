@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import tempfile
@@ -114,7 +115,10 @@ WAYS = {
     "exception": ("rank 2", "LookupError"),
     "os._exit": ("rank 2", "SystemExit"),
     "return": ("another", "MissingRanksError"),
-    "destroy_process_group": ("another", "DistBackendError"),
+    "destroy_process_group": (
+        "another",
+        "DistBackendError|RankFailedError",
+    ),  # its process may be there still
     "SIGKILL": ("rank 2", "SIGKILL"),
     "SIGSTOP": ("rank 2", "SIGKILL"),
 }
@@ -124,7 +128,9 @@ WAYS = {
 @pytest.mark.parametrize("how", list(WAYS))
 def test_every_way_to_end_while_others_wait(how: str, folder: str) -> None:
     error = _die(how, list(CALLS), victim=2, seed=len(how))
-    assert ("rank 2" if error.rank == 2 else "another", error.error_type) == WAYS[how]
+    who, error_type = WAYS[how]
+    assert who == ("rank 2" if error.rank == 2 else "another")
+    assert re.fullmatch(error_type, error.error_type), error
     assert "rank 2" in str(error).lower() or how == "destroy_process_group"
 
 

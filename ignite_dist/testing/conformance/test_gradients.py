@@ -384,7 +384,7 @@ def test_a_backward_pass_outside_of_its_block_is_refused(strategy: str) -> None:
                     loss.backward()
             if sync.number == outside:
                 before = gradients()
-                with raises(RuntimeError, "Both belong inside of the block"):
+                with raises(RuntimeError, "Make both in one block"):
                     loss.backward()
                 assert gradients() == before
                 break

@@ -43,6 +43,7 @@ from ignite_dist.diagnostics.out_of_band import (
     collect_reports,
     report_wait,
 )
+from ignite_dist.environments import spawned
 from ignite_dist.errors import DistributedError, MissingRanksError, RankFailedError
 from ignite_dist.internals.call_sites import site_of, users_frame
 from ignite_dist.internals.processes import Peer
@@ -336,18 +337,18 @@ class Endings:
         """The reports as soon as there is one, also about a process that has ended without one."""
         for rank in self._recorder.logs:
             mark_consequence(store, rank)  # the end of this process is none of the causes
-        deadline = time.monotonic() + _REPORT_SECONDS
+        # The launcher of idist.spawn has all reports, and waits for this one.
+        deadline = time.monotonic() + (0.0 if spawned.detect(os.environ) else _REPORT_SECONDS)
         period = max(_FIRST_REPORT_POLL_SECONDS, _REQUESTS_PER_LOOK * self._world_size / _POLLS_PER_SECOND)
         while True:
             ended = find_ended(store)
             reports = self._read_reports(store)  # after the look: a rank reports before its process ends
             killed = [peer for peer in ended if peer.rank not in reports.left]
-            if reports.explanation or reports.failure or time.monotonic() > deadline:
-                return reports
-            if killed:
+            if killed and not reports.failure:
                 failure = json.dumps(failure_of(killed, WITHOUT_REPORT))
                 store.compare_set(FIRST_FAILURE, "", failure)  # also for other machines
-            elif reports.left:
+                reports = self._read_reports(store)
+            if any(reports) or killed or time.monotonic() >= deadline:
                 return reports
             time.sleep(period)
             period = max(period, min(2 * period, _POLL_SECONDS))

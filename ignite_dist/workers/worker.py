@@ -160,8 +160,8 @@ def _set_num_threads(nproc_per_node: int) -> None:
 def _seed() -> None:
     """Seed the generators at random: all workers inherit the same state from the fork server."""
     torch.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
 
 
 def _follow_launcher(control: connection.Connection, received: ReceivedSignals) -> None:

@@ -98,7 +98,10 @@ def fails_with_a_work(local_rank: int) -> bool:
     except ValueError:
         idist.finalize()
     del work
-    gc.collect()
+    deadline = time.monotonic() + 60  # the thread of the work may still look for the cause of its error
+    while model() is not None and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.02)
     return model() is None
 
 

@@ -256,6 +256,7 @@ def _gather_with_shapes(
     )
 
     def unpad(rows: Tensor) -> list[Tensor]:
+        # The tensors that iteration or torch.split() gives cannot be changed in place.
         split = torch.unsafe_split_with_sizes(rows.view(-1), [rows.shape[1]] * len(rows))
         return [row[:size].view(shape) for row, size, shape in zip(split, sizes, shapes, strict=True)]
 

@@ -163,7 +163,7 @@ def _exchange_with_grad(model: ComputationModel, tensors: Sequence[Any], members
         received = [torch.Size(shape).numel() for shape in shapes]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         parts = autograd.exchange_with_grad(model, flat, members, Sizes(sent, received))
-        split = torch.unsafe_split_with_sizes(parts, received)  # views that can be changed in place
+        split = torch.unsafe_split_with_sizes(parts, received)  # torch.split() forbids changes in place
         return [part.view(shape) for part, shape in zip(split, shapes, strict=True)]
 
     return perform(

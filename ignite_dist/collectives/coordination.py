@@ -178,7 +178,7 @@ def _difference(
 
 
 @contextmanager
-def shared_outcome(model: ComputationModel, group: Group, caller: Caller) -> Iterator[None]:
+def _shared_outcome(model: ComputationModel, group: Group, caller: Caller) -> Iterator[None]:
     """If the block raises on one rank, the other ranks raise at the end of their blocks."""
     with _reported_errors(model, group, caller):
         yield
@@ -288,7 +288,7 @@ def raise_together(group: Any = None) -> Iterator[None]:
     if not takes_part(model, members):
         yield
         return
-    with shared_outcome(model, members, Caller("raise_together")):
+    with _shared_outcome(model, members, Caller("raise_together")):
         yield
 
 
@@ -470,7 +470,7 @@ def _run_on_one(
             op=called.arguments,
         )
     result: Any = None
-    with shared_outcome(model, group, called):
+    with _shared_outcome(model, group, called):
         if model.get_rank() == rank:
             with _block(model, "the function of one_rank_only"):
                 result = function()
@@ -549,5 +549,5 @@ def one_rank_first(rank: int = 0, local: bool = False, group: Any = None) -> Ite
         exchange_outcomes(model, members, None, caller=called)
         yield
         return
-    with shared_outcome(model, members, called), _block(model, "the block of one_rank_first"):
+    with _shared_outcome(model, members, called), _block(model, "the block of one_rank_first"):
         yield

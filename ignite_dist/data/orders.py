@@ -154,11 +154,11 @@ def _compare(members: Group, rows: Sequence[Any]) -> None:
     named = [facts for facts, *_ in rows]
     common = _common(named)
     different = [name for name in common if len({repr(one[name]) for one in named}) > 1]
-    fields_ = [name for name in different if name.startswith("contents[")]
+    of_records = [name for name in different if name.startswith("contents[")]
     if any(name not in different and str(named[0][name]).endswith(_EACH_ANOTHER) for name in common):
         # The order is the same. Other fields may be of this rank: what was computed, or a folder.
-        _warn_of_attributes(members, [{name: one[name] for name in fields_} for one in named])
-        different = [name for name in different if name not in fields_]
+        _warn_of_attributes(members, [{name: one[name] for name in of_records} for one in named])
+        different = [name for name in different if name not in of_records]
     if not different:
         return
     name = different[0]
@@ -374,7 +374,10 @@ def _digests_of_items(name: str, items: Sequence[Any]) -> dict[str, str]:
 
 
 def _record(value: Any) -> dict[str, Any] | None:
-    """The fields of a dict, a named tuple or a data class by name; None of others. A large dict has none."""
+    """The fields of a dict, a named tuple or a data class, by name; None if ``value`` is none of these.
+
+    Of a large dict no fields are compared.
+    """
     if isinstance(value, dict):
         items: Any = list(dict.items(value)) if len(value) <= 2 * _MOST_ITEMS else []
     elif isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -388,7 +391,7 @@ def _record(value: Any) -> dict[str, Any] | None:
 
 
 def _field(value: Any, name: str) -> Any:
-    """A field of a data class. Runs no property of the script's."""
+    """The value of a data class's field; None if only a property of the script could tell."""
     own = getattr(value, "__dict__", {})
     is_slot = isinstance(getattr_static(type(value), name, None), MemberDescriptorType)
     return getattr(value, name, None) if is_slot else own.get(name)
@@ -410,7 +413,7 @@ def _may_be_path(text: str) -> bool:
 
 _MOST_DATASETS = 64
 _MOST_ITEMS = 1024  # that a digest takes from each end of a tensor, list or text
-_MOST_FIELDS = 16  # of records
+_MOST_FIELDS = 16  # of a record that are compared
 _MOST_WORDS, _LONGEST_WORD = 1 << 16, 128  # of what counts as words, not as data
 _MOST_VALUES = 1 << 13  # of a digest, in all of its lists and records
 _EACH_ANOTHER = " of items that are all different"
@@ -435,7 +438,7 @@ def _is_frame(value: Any) -> bool:
 def _some(items: Any) -> list[Any]:
     size = len(items)
     numbers = sorted({0, size // 2, size - 1}) if size else []
-    if _is_frame(items):  # rows, with their labels: df.sample(frac=1) changes the order of both
+    if _is_frame(items):  # labels too: the rows that df.sample(frac=1) moves may be equal
         rows = items.iloc[numbers]
         return list(zip(rows.index.tolist(), rows.to_numpy(dtype=object).tolist(), strict=True))
     return [items[number] for number in numbers]

@@ -26,7 +26,6 @@ from ignite_dist.comp_models.transport import Wait
 from ignite_dist.diagnostics.ended_processes import (
     WITH_STORE,
     WITHOUT_REPORT,
-    add_process,
     failure_of,
     find_ended,
     first_rank,
@@ -111,10 +110,6 @@ class Endings:
         self._first_rank: Peer | None = None  # if its process is on this machine; it may serve the store
         self._is_first_rank_known = False
         self._is_store_lost = False  # no answer came when a rank had failed
-
-    def introduce(self, store: Store, rank: int) -> None:
-        """Tell the other ranks the process of ``rank``."""
-        add_process(store, rank)
 
     def find_first_rank(self, store: Store) -> None:
         """Remember the process of rank 0, which cannot be asked for once rank 0 has ended with the store."""
@@ -306,14 +301,7 @@ class Endings:
 
         if not is_consequence(error):
             return None
-        is_for_elastic = type(error).__name__ == "HorovodInternalError"  # elastic scripts catch it
-        own = self._explanation
-        if own is not None:
-            reports: _Reports | None = _Reports(own, None, {})
-        elif is_for_elastic:
-            reports = self._in_time(self._read_reports)
-        else:
-            reports = self._in_time(self._wait_for_reports) or self._report_of_lost_store()
+        reports = self._reports_about(error)
         if reports is None:
             return None
         if reports.explanation is not None:
@@ -323,7 +311,7 @@ class Endings:
             # is_consequence() would be True.
             return MissingRanksError(reports.explanation["text"], ranks, where)
         cause: DistributedError | None = None
-        if reports.failure is not None and not is_for_elastic:
+        if reports.failure is not None:
             cause = RankFailedError(**reports.failure)
         elif reports.left:
             ranks, where = sorted(reports.left), reports.left
@@ -332,6 +320,15 @@ class Endings:
         if cause is not None:
             cause.__cause__ = error  # another rank may have been lost since
         return cause
+
+    def _reports_about(self, error: RuntimeError) -> _Reports | None:
+        """The reports that may say why a collective has failed with ``error``; None if the store is lost."""
+        if self._explanation is not None:
+            return _Reports(self._explanation, None, {})
+        if type(error).__name__ != "HorovodInternalError":
+            return self._in_time(self._wait_for_reports) or self._report_of_lost_store()
+        reports = self._in_time(self._read_reports)
+        return reports and reports._replace(failure=None)  # elastic scripts catch Horovod's error
 
     def _wait_for_reports(self, store: Store) -> _Reports:
         """The reports as soon as there is one, also about a process that has ended without one."""

@@ -33,7 +33,7 @@ def add_process(store: Store, rank: int) -> None:
 
 
 def mark_consequence(store: Store, rank: int) -> None:
-    """Mark ``rank``: if its process ends, that is a consequence."""
+    """Mark ``rank``, which has failed because of another rank: its process may end, and is not the cause."""
     store.append(_CONSEQUENCES.format(_machine()), f"{rank}\n")  # type: ignore[attr-defined]
 
 

@@ -45,6 +45,7 @@ from ignite_dist.diagnostics.announcing import (
     recorder_of,
 )
 from ignite_dist.diagnostics.context_end import Endings
+from ignite_dist.diagnostics.ended_processes import add_process
 from ignite_dist.diagnostics.flight_recorder import END_OF_CONTEXT, Recorder
 from ignite_dist.diagnostics.hang_reports import (
     explanation,
@@ -117,7 +118,7 @@ class Watchdog:
         self._endings = Endings(model, recorder, oob_store)
         store = oob_store.connection()
         self._num_answered = store.add("asked", 0)
-        self._endings.introduce(store, model.get_rank())  # before the rank can end
+        add_process(store, model.get_rank())  # before the process can end
         self._waits: dict[tuple[int, int], _ObservedWait] = {}  # by rank and thread
         # Where each thread waited at the last look, and since which look; by rank and thread.
         self._seen: dict[tuple[int, int], tuple[_Place, float]] = {}
@@ -348,7 +349,7 @@ def _named_ranks(error: RuntimeError) -> list[int]:
 
 
 def _ranks_elsewhere(frame: FrameType, reports: Mapping[int, Mapping[str, Any]]) -> list[int]:
-    """The ranks that do not wait at the place of ``frame``: they wait in another call."""
+    """The ranks that wait in another line than ``frame``'s, so in another call."""
     own_site = site_of(users_frame(frame))
     return [rank for rank, report in reports.items() if report["site"] != own_site]
 

@@ -274,7 +274,7 @@ LOGS_OF_ANOTHER_CLASS = """
 
 def test_records_for_a_handler_that_cannot_be_sent_are_on_stderr(tmp_path: Path) -> None:
     ended = helpers.run_python(helpers.write_script(tmp_path, LOGS_OF_ANOTHER_CLASS))
-    found = sorted(ended.stdout.splitlines())  # and those of stderr
+    found = sorted(ended.stdout.splitlines())  # run_python() writes stderr into it
     assert found == ["INFO:some:message of 0", "INFO:some:message of 1", "launcher: first"]
 
 

@@ -231,7 +231,7 @@ def _error(error: RuntimeError, folder: str | None, token: str) -> RankFailedErr
     ended = re.search(r"Process name: (\d+)\s+Exit code: (-?\d+)", str(error))
     if ended is not None:
         rank, code = map(int, ended.groups())
-        code = 128 - code if code - 128 in set(signal.Signals) else code  # as shells report a signal
+        code = 128 - code if code - 128 in set(signal.Signals) else code  # shells add 128 to a signal
         if rank not in {one.rank for one in failed}:
             # This rank wrote no report. After a failure, Horovod ends the other workers by SIGTERM.
             ended_by = Failure(inf, "", "", "", code, is_consequence=code == -signal.SIGTERM)

@@ -349,7 +349,7 @@ class _SharedWork(Work):
     def start(self) -> None:
         self._run = None
         self._inner = self._over_backend()
-        if isinstance(self._inner, Steps):  # these would begin in wait() only
+        if isinstance(self._inner, Steps):  # Steps begin in wait(), which the caller may call late
             self._inner = Completed(self._inner.wait())
         self._inner.start()
 
